@@ -1,0 +1,76 @@
+"""Classifier-free guidance: its training half (class dropout) and its sampling half (guided velocity).
+
+Source: Ho and Salimans, arXiv:2207.12598, for velocities. A model with num_classes classes has one more row in its
+class table, number num_classes, the null class: "no class given".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rowdit.flow.path import VelocityModel
+
+
+def drop_labels(y: Tensor, u: Tensor, probability: float, num_classes: int) -> Tensor:
+    """Replace the class of an image by the null class where u < probability.
+
+    Args:
+        y: (B,) int64 classes.
+        u: (B,) uniform in [0, 1), ``streams.uniform(seed, "class_dropout", positions)``.
+        probability: in [0, 1]; 0 drops none, 1 all.
+        num_classes: the number of the null class.
+
+    Returns:
+        (B,) int64, a new tensor.
+
+    Raises:
+        ValueError: a probability outside [0, 1], or shapes that differ.
+
+    Example:
+        >>> drop_labels(torch.tensor([3, 4]), torch.tensor([0.05, 0.5]), 0.1, num_classes=10).tolist()
+        [10, 4]
+    """
+    if not 0 <= probability <= 1:
+        raise ValueError(f"class dropout probability is {probability}; it must lie in [0, 1]")
+    if u.shape != y.shape:
+        raise ValueError(f"u has shape {tuple(u.shape)} but the labels {tuple(y.shape)}; one number for each label")
+    return torch.where(u.to(y.device) < probability, num_classes, y)
+
+
+def guided_velocity(
+    model: VelocityModel, y: Tensor, scale: float, num_classes: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """v = v_null + scale (v_class - v_null), over all channels.
+
+    Scale 1 is the class-conditional and scale 0 the unconditional velocity, either by one forward of B; any other scale
+    by one forward of 2 B.
+
+    Args:
+        model: (x_BCHW, t_B, y_B) -> v_BCHW.
+        y: (B,) int64 classes of the images that will be made.
+        scale: >= 0.
+        num_classes: the number of the null class.
+
+    Returns:
+        velocity(x_BCHW, t of shape ()) -> v_BCHW, what the samplers ask for.
+
+    Raises:
+        ValueError: a scale that is negative or not finite.
+    """
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(f"guidance scale is {scale}; it must be finite and >= 0 (1 is no guidance)")
+    null = torch.full_like(y, num_classes)
+    if scale in (0, 1):
+        label = y if scale == 1 else null
+        return lambda x, t: model(x, t.expand(len(x)), label)
+    both = torch.cat([y, null])
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        v_class, v_null = model(torch.cat([x, x]), t.expand(2 * len(x)), both).chunk(2)
+        return torch.lerp(v_null, v_class, scale)
+
+    return velocity
