@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -12,7 +13,6 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
         ValueError: a label outside the range, or labels that aren't integers.
 
     Example:
-        >>> import torch
         >>> check_labels(torch.tensor([0, 9]), num_classes=10)
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
