@@ -1,0 +1,256 @@
+"""What samples are compared with: features of real images, kept with a fingerprint of how they were made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from rowdit import streams
+from rowdit.evaluate.features import FeatureNetwork
+from rowdit.evaluate.frechet import FeatureStatistics, frechet_distance
+from rowdit.evaluate.kid import kernel_distance
+from rowdit.evaluate.score import Sampling, Score, canonical_json, check_equal, digest, write_atomically
+
+if TYPE_CHECKING:
+    from rowdit.data import Dataset
+
+FORMAT = "rowdit.reference/1"
+MAX_STORED_FEATURES = 10_000  # for the kernel distance, which needs features, not sums: 13 MB at 320 features
+IMAGES_PER_FETCH = 1000
+
+Progress = Callable[[int, int], None]  # (images done, images in all)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Statistics and features of real images.
+
+    Args:
+        statistics: of all the images.
+        features: (N, D) float32 of the first images, at most MAX_STORED_FEATURES.
+        fingerprint: network (with hash), dataset (with hash), image shape and number of images.
+    """
+
+    statistics: FeatureStatistics
+    features: Tensor
+    fingerprint: Mapping[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """Sha256 of the fingerprint."""
+        return digest(self.fingerprint)
+
+    def save(self, path: Path | str) -> None:
+        """Write one safetensors file, whose header carries the fingerprint as JSON. Whole or not at all."""
+        tensors = {**self.statistics.tensors(), "features": self.features.cpu().contiguous()}
+        metadata = {"format": FORMAT, "fingerprint": canonical_json(self.fingerprint)}
+        write_atomically(Path(path), save(tensors, metadata))
+
+    @classmethod
+    def load(cls, path: Path | str, expected: Mapping[str, Any] | None = None) -> Reference:
+        """Read what `save` wrote.
+
+        Args:
+            path: the file.
+            expected: the fingerprint that is wanted, from `reference_fingerprint`; None takes whatever is there.
+
+        Raises:
+            ValueError: the file isn't a reference, or its fingerprint isn't the expected one (both are shown).
+        """
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{path} isn't a {FORMAT} file (format: {metadata.get('format')!r}); compute it again")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        fingerprint = json.loads(metadata["fingerprint"])
+        if expected is not None:
+            check_equal(f"the reference in {path} and the one asked for", fingerprint, expected)
+        return cls(FeatureStatistics.from_tensors(tensors), tensors["features"], fingerprint)
+
+
+def reference_fingerprint(dataset: Dataset, network: FeatureNetwork, num_images: int | None = None) -> dict[str, Any]:
+    """Return the fingerprint of the reference that `compute_reference` would make of the same arguments."""
+    return {
+        "dataset": dataset.fingerprint,
+        "image_shape": list(dataset.image_shape),
+        "num_images": _num_images(dataset, num_images),
+        "network": network.fingerprint(),
+    }
+
+
+def compute_reference(
+    dataset: Dataset, network: FeatureNetwork, num_images: int | None = None, progress: Progress | None = None
+) -> Reference:
+    """Compute features and statistics of a dataset's first `num_images` images (by default all).
+
+    Raises:
+        ValueError: the dataset has fewer images, or fewer than 2.
+    """
+    num_images = _num_images(dataset, num_images)
+    statistics = FeatureStatistics(network.dim)
+    stored: list[Tensor] = []
+    for start in range(0, num_images, IMAGES_PER_FETCH):
+        stop = min(start + IMAGES_PER_FETCH, num_images)
+        features = _features_of(dataset, network, np.arange(start, stop))
+        statistics.update(features)
+        if start < MAX_STORED_FEATURES:
+            stored.append(features)
+        if progress is not None:
+            progress(stop, num_images)
+    features = torch.cat(stored)[:MAX_STORED_FEATURES]
+    return Reference(statistics, features, reference_fingerprint(dataset, network, num_images))
+
+
+def load_or_compute_reference(
+    folder: Path | str,
+    dataset: Dataset,
+    network: FeatureNetwork,
+    num_images: int | None = None,
+    progress: Progress | None = None,
+) -> Reference:
+    """Return the reference from `folder`, computing and storing it first where it isn't there.
+
+    The file's name holds the fingerprint's hash, so references of several datasets, sizes and networks live side by side.
+    """
+    fingerprint = reference_fingerprint(dataset, network, num_images)
+    path = Path(folder) / f"reference-{network.name}-{digest(fingerprint)[:16]}.safetensors"
+    if path.is_file():
+        return Reference.load(path, fingerprint)
+    reference = compute_reference(dataset, network, num_images, progress)
+    reference.save(path)
+    return reference
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What real images score against the reference: the best that a model can hope for at this number of images.
+
+    Args:
+        num_images: in each draw.
+        frechet, kernel: distances of each draw of real images from the reference.
+        source: fingerprint of the dataset that they were drawn from.
+    """
+
+    num_images: int
+    frechet: tuple[float, ...]
+    kernel: tuple[float, ...]
+    source: str
+
+    @property
+    def frechet_mean(self) -> float:
+        return float(np.mean(self.frechet))
+
+    @property
+    def kernel_mean(self) -> float:
+        return float(np.mean(self.kernel))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def real_floor(
+    reference: Reference,
+    real: Dataset,
+    network: FeatureNetwork,
+    num_images: int,
+    *,
+    max_draws: int = 3,
+    seed: int = 0,
+) -> Floor:
+    """Score real images that are not in the reference, as if they were samples: `num_images` against the reference.
+
+    The draws are disjoint, from one random order of `real` (as a rule the training split); as many are taken as fit, at
+    most `max_draws`.
+
+    Raises:
+        ValueError: `real` has fewer than `num_images` images, is the reference's own dataset, or another image shape.
+    """
+    if real.fingerprint == reference.fingerprint["dataset"]:
+        raise ValueError(
+            "the floor needs real images that are not in the reference, but both are the dataset "
+            f"{real.fingerprint!r}; give the training split"
+        )
+    if len(real) < num_images:
+        raise ValueError(
+            f"the floor at {num_images} images needs as many real ones, the dataset has {len(real)}; evaluate fewer samples"
+        )
+    order = streams.permutation(seed, "floor", 0, len(real))
+    frechet, kernel = [], []
+    for draw in range(min(max_draws, len(real) // num_images)):
+        indices = np.sort(order[draw * num_images : (draw + 1) * num_images])
+        images = torch.from_numpy(real.fetch(indices)[0])
+        fd, kid = _distances(images, reference, network)
+        frechet.append(fd)
+        kernel.append(kid)
+    return Floor(num_images, tuple(frechet), tuple(kernel), real.fingerprint)
+
+
+def score_images(
+    images: Tensor,
+    reference: Reference,
+    network: FeatureNetwork,
+    *,
+    floor: Floor | None = None,
+    sampling: Sampling | None = None,
+) -> tuple[Score, Score]:
+    """Return the Frechet distance and the kernel distance of images from the reference, as `Score`s.
+
+    Args:
+        images: (N, C, H, W) uint8, of the reference's image shape.
+        reference: made with the same network.
+        network: the feature network.
+        floor: from `real_floor`, at the same N.
+        sampling: how the images were made; goes into the fingerprint.
+
+    Raises:
+        ValueError: image shape, network or the floor's number of images don't fit; both sides are shown.
+    """
+    floor_frechet, floor_kernel = None, None
+    if floor is not None:
+        if floor.num_images != len(images):
+            raise ValueError(
+                f"the floor was measured at {floor.num_images} images, the score is at {len(images)}; they must agree"
+            )
+        floor_frechet, floor_kernel = floor.frechet_mean, floor.kernel_mean
+    frechet, kernel = _distances(images, reference, network)
+    fingerprint = {
+        "network": network.fingerprint(),
+        "image_shape": list(images.shape[1:]),
+        "num_images": len(images),
+        "reference": {"hash": reference.hash, **{key: reference.fingerprint[key] for key in ("dataset", "num_images")}},
+        "sampling": None if sampling is None else asdict(sampling),
+    }
+    return (
+        Score(f"fd_{network.name}", frechet, floor_frechet, fingerprint),
+        Score(f"kid_{network.name}", kernel, floor_kernel, fingerprint),
+    )
+
+
+def _distances(images: Tensor, reference: Reference, network: FeatureNetwork) -> tuple[float, float]:
+    found = {"network": network.fingerprint(), "image_shape": list(images.shape[1:])}
+    wanted = {key: reference.fingerprint[key] for key in found}
+    check_equal("the images and the reference", found, wanted)
+    features = network(images)
+    frechet = frechet_distance(FeatureStatistics.from_features(features), reference.statistics)
+    return frechet, kernel_distance(features, reference.features)
+
+
+def _features_of(dataset: Dataset, network: FeatureNetwork, indices: np.ndarray) -> Tensor:
+    images, _ = dataset.fetch(indices)
+    return network(torch.from_numpy(images)).cpu()
+
+
+def _num_images(dataset: Dataset, num_images: int | None) -> int:
+    num_images = len(dataset) if num_images is None else num_images
+    if not 2 <= num_images <= len(dataset):
+        raise ValueError(f"num_images must be in 2..{len(dataset)} (the dataset's size), got {num_images}")
+    return num_images
