@@ -1,0 +1,334 @@
+"""The one description of a run: five frozen sections, checked when they are made, read from and written to JSON.
+
+A run is a value. `RunConfig` holds everything that changes what the weights will be, and nothing that doesn't (where
+to write, how many threads), so that two runs with equal configs are the same run and may be resumed into each other.
+`rowdit.recipes` are functions that return configs; the command line overrides single fields; the resolved config is
+written beside the checkpoints. A key that doesn't exist, a value of the wrong type or out of range is an error that
+names the key, the value and the nearest valid choice: a typing error never trains with a default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rowdit.models.dit import DiTConfig
+
+OPTIMIZERS = ("adamw", "muon", "periodic")
+
+
+class ConfigError(ValueError):
+    """A config that can't be run; the message names the key, the value and the way out."""
+
+
+def _check(section: object, name: str, ok: bool, wanted: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} = {getattr(section, name)!r}: must be {wanted}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images.
+
+    Args:
+        source: what `rowdit.data.open_dataset` takes: `"bundled"`, `"fashion-mnist[:FOLDER]"` or `"folder:PATH"`.
+    """
+
+    source: str = "bundled"
+
+    def __post_init__(self) -> None:
+        _check(self, "source", bool(self.source), "the name of a data source, such as 'bundled' or 'folder:PATH'")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """One of the three optimizers with all its settings; `settings()` gives those that it reads.
+
+    Args:
+        name: `"adamw"` (every parameter), `"muon"`, or `"periodic"` (Periodic Row-wise Muon). The latter two put the
+            matrices of the transformer blocks under Muon and the rest under AdamW, by `rowmuon.rules.DIT`.
+        lr: base learning rate; of AdamW, or of the Muon matrices in the convention of `adjust_lr_fn`. >= 0.
+        adamw_lr: learning rate of the parameters that Muon leaves to AdamW; None takes `lr`. Unused by `"adamw"`.
+        weight_decay: decoupled decay of all parameters, times the lr. >= 0.
+        betas, eps: of AdamW, the main or the auxiliary one.
+        momentum, nesterov: of the Muon matrices.
+        adjust_lr_fn: scale convention, as in `torch.optim.Muon`: `"match_rms_adamw"` or `"original"`.
+        ns_coefficients: name of a Newton-Schulz coefficient set of `rowmuon.COEFFICIENTS`.
+        adaln: whether the adaLN matrices go to `"muon"` (six chunks each) or to `"adamw"`.
+        period: of `"periodic"` only. A refresh every `period` steps; None never refreshes; a schedule is pairs
+            (first step, period), e.g. ((0, 3), (800, 1)).
+        row_scale: of `"periodic"` only. RMS of a row step over that of a refresh. > 0.
+    """
+
+    name: Literal["adamw", "muon", "periodic"] = "adamw"
+    lr: float = 1e-3
+    adamw_lr: float | None = None
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.95
+    nesterov: bool = True
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    ns_coefficients: str = "keller_jordan"
+    adaln: Literal["muon", "adamw"] = "muon"
+    period: int | tuple[tuple[int, int | None], ...] | None = 3
+    row_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self, "name", self.name in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
+        _check(self, "lr", math.isfinite(self.lr) and self.lr >= 0, "a finite number >= 0")
+        _check(
+            self, "adamw_lr", self.adamw_lr is None or 0 <= self.adamw_lr < math.inf, "a finite number >= 0, or null"
+        )
+        _check(self, "weight_decay", 0 <= self.weight_decay < math.inf, "a finite number >= 0")
+        _check(self, "betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
+        _check(self, "eps", 0 < self.eps < 1, "in (0, 1)")
+        _check(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
+        _check(self, "row_scale", 0 < self.row_scale < math.inf, "a finite number > 0")
+        if isinstance(self.period, int):
+            _check(self, "period", self.period >= 1, "an integer >= 1, null, or pairs (first step, period)")
+        for key in self._unread():
+            if getattr(self, key) != _DEFAULTS[key]:
+                readers = "periodic" if key in _PERIODIC_ONLY else "muon or periodic"
+                raise ConfigError(
+                    f"{key} = {getattr(self, key)!r}: the optimizer {self.name!r} doesn't read it, only {readers} does"
+                )
+
+    def _unread(self) -> tuple[str, ...]:
+        return {"adamw": _MUON_ONLY + _PERIODIC_ONLY, "muon": _PERIODIC_ONLY, "periodic": ()}[self.name]
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting that this optimizer reads, JSON-able, with the auxiliary learning rate filled in."""
+        settings = {key: value for key, value in to_dict(self).items() if key not in self._unread()}
+        if "adamw_lr" in settings and settings["adamw_lr"] is None:
+            settings["adamw_lr"] = self.lr
+        return settings
+
+
+_MUON_ONLY = ("adamw_lr", "momentum", "nesterov", "adjust_lr_fn", "ns_coefficients", "adaln")
+_PERIODIC_ONLY = ("period", "row_scale")
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(OptimizerConfig)}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how.
+
+    Args:
+        batch_size: images per optimizer step, over all ranks and micro-batches. > 0.
+        micro_batch_size: images per forward pass; None takes the whole batch. Changes memory, not the result.
+        steps: optimizer steps of the whole run. > 0.
+        seed: of the initial weights, data order, noise, times and class dropout.
+        ema_decay: of the averaged weights, in [0, 1); ramped up at the start, see `rowdit.train.ema`.
+        class_dropout: share of labels replaced by the null class, in [0, 1).
+        time_sampling: density of t in [0, 1]: `"uniform"` or `"logit_normal"`.
+        schedule: of the learning rates, after a linear warm-up of `warmup_steps`: `"constant"`, `"cosine"` down to
+            `final_lr_factor` at the last step, or `"trapezoid"`: constant, then linear over the last `decay_fraction`.
+        grad_clip: largest global norm of the raw gradient; null doesn't clip. > 0.
+        max_skipped_in_row: a step with a non-finite gradient is skipped; after this many in a row the run stops. >= 1.
+        checkpoint_every: steps between checkpoints. > 0.
+        keep_checkpoints: newest complete checkpoints to keep. >= 1.
+    """
+
+    batch_size: int = 64
+    micro_batch_size: int | None = None
+    steps: int = 1000
+    seed: int = 0
+    ema_decay: float = 0.99
+    class_dropout: float = 0.1
+    time_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    schedule: Literal["constant", "cosine", "trapezoid"] = "constant"
+    warmup_steps: int = 0
+    decay_fraction: float = 0.2
+    final_lr_factor: float = 0.0
+    grad_clip: float | None = 1.0
+    max_skipped_in_row: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped_in_row"):
+            _check(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        micro = self.micro_batch_size
+        _check(self, "micro_batch_size", micro is None or micro >= 1, "an integer >= 1, or null")
+        _check(self, "seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)")
+        _check(self, "ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
+        _check(self, "class_dropout", 0 <= self.class_dropout < 1, "in [0, 1)")
+        _check(self, "time_sampling", self.time_sampling in ("uniform", "logit_normal"), "uniform or logit_normal")
+        _check(self, "schedule", self.schedule in ("constant", "cosine", "trapezoid"), "constant, cosine or trapezoid")
+        _check(self, "warmup_steps", self.warmup_steps >= 0, "an integer >= 0")
+        _check(self, "decay_fraction", 0 < self.decay_fraction <= 1, "in (0, 1]")
+        _check(self, "final_lr_factor", 0 <= self.final_lr_factor <= 1, "in [0, 1]")
+        _check(self, "grad_clip", self.grad_clip is None or self.grad_clip > 0, "a number > 0, or null")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What is measured, and when. The same labels and noise at every evaluation of every run.
+
+    Args:
+        num_evaluations: evaluations on an even grid of steps, the last one at the end. >= 1.
+        num_samples: images of the set that selects the best step, and again of the disjoint set that reports. >= 2.
+        num_val_images: held-out images for the validation loss. >= 1.
+        sampler: `"euler"` or `"heun"`. num_steps: its steps. >= 1.
+        guidance: scale of classifier-free guidance; 1 is none, one forward pass a step.
+        seed: of the samples' noise and of the validation noise; not the training seed, so runs can be compared.
+        grid_images: images in the sample grid of each evaluation.
+    """
+
+    num_evaluations: int = 4
+    num_samples: int = 1000
+    num_val_images: int = 1000
+    sampler: Literal["euler", "heun"] = "euler"
+    num_steps: int = 10
+    guidance: float = 1.0
+    seed: int = 0
+    grid_images: int = 40
+
+    def __post_init__(self) -> None:
+        _check(self, "num_evaluations", self.num_evaluations >= 1, "an integer >= 1")
+        _check(self, "num_samples", self.num_samples >= 2, "an integer >= 2")
+        for name in ("num_val_images", "num_steps", "grid_images"):
+            _check(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        _check(self, "sampler", self.sampler in ("euler", "heun"), "euler or heun")
+        _check(self, "guidance", 0 <= self.guidance < math.inf, "a finite number >= 0")
+        _check(self, "seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)")
+
+    def steps(self, total_steps: int) -> tuple[int, ...]:
+        """The grid: `num_evaluations` steps, evenly spaced, ending at `total_steps`; fewer if there are fewer steps.
+
+        >>> EvaluateConfig(num_evaluations=4).steps(1000)
+        (250, 500, 750, 1000)
+        """
+        grid = {round(total_steps * i / self.num_evaluations) for i in range(1, self.num_evaluations + 1)}
+        return tuple(sorted(grid - {0}))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, whole."""
+
+    model: DiTConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# to and from plain data
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as JSON-able plain data: dicts, lists, numbers, strings, booleans, None."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """`{"train.steps": 1000, ...}`: one dotted key a leaf, for showing and comparing configs."""
+
+    def walk(value: Any, path: str) -> typing.Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from walk(item, f"{path}.{key}" if path else key)
+        else:
+            yield path, value
+
+    return dict(walk(config if isinstance(config, dict) else to_dict(config), ""))
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """Lines `key: old -> new` for every leaf in which two configs (or their dicts) differ; none if they are equal."""
+    a, b = flatten(old), flatten(new)
+    absent = object()
+
+    def show(value: Any) -> str:
+        return "(absent)" if value is absent else json.dumps(value)
+
+    keys = sorted({**a, **b})
+    pairs = [(key, a.get(key, absent), b.get(key, absent)) for key in keys]
+    return [f"{key}: {show(x)} -> {show(y)}" for key, x, y in pairs if x != y]
+
+
+def from_dict(cls: type, data: Any, path: str = "") -> Any:
+    """Builds a config class from plain data, checking every key and value.
+
+    Raises:
+        ConfigError: for an unknown key (naming the nearest one), a missing one, a wrong type, a value out of range.
+    """
+    where = path or cls.__name__
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} = {data!r}: must be a table of keys")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    prefix = f"{path}." if path else ""
+    for key in data:
+        if key not in fields:
+            raise ConfigError(f"unknown key {prefix}{key}{nearest(str(key), fields)}")
+    for name, f in fields.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and name not in data:
+            raise ConfigError(f"missing key {prefix}{name}")
+    values = {key: _convert(hints[key], value, prefix + key) for key, value in data.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}" if path else str(error)) from None
+
+
+def nearest(name: str, choices: typing.Iterable[str]) -> str:
+    """`"; did you mean X?"`, or the whole list of choices when none is near."""
+    choices = list(choices)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(choices)}"
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """`value` as what the annotation `hint` says, or a `ConfigError` that names `path`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, path)
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            try:
+                return _convert(option, value, path)
+            except ConfigError:
+                continue
+    elif origin is Literal:
+        if value in args:
+            return value
+        raise ConfigError(f"{path} = {value!r}: unknown choice{nearest(str(value), map(str, args))}")
+    elif origin is tuple and isinstance(value, (list, tuple)):
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_convert(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+        if len(args) == len(value):
+            return tuple(
+                _convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True))
+            )
+    elif origin is dict and isinstance(value, dict):
+        return {key: _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif hint is type(None) and value is None:
+        return None
+    elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{path} = {value!r}: must be {_readable(hint)}")
+
+
+def _readable(hint: Any) -> str:
+    if hint is type(None):
+        return "null"
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}.get(
+            hint.__name__, hint.__name__
+        )
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_readable(arg) for arg in typing.get_args(hint))
+    return "a list like " + str(hint).replace("typing.", "")

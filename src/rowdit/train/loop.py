@@ -1,0 +1,215 @@
+"""The training loop, to be read from top to bottom: build, resume, then step, log, evaluate, save.
+
+    RUN/config.json           the resolved config
+    RUN/log.jsonl             a row a step: step, images_seen, loss, grad_norm, lr, seconds, optimizer_seconds, kind
+    RUN/evaluations.jsonl     a row an evaluation: step, seconds of training so far, and what the evaluator measured
+    RUN/checkpoints/          see `rowdit.train.checkpoint`
+    RUN/finished.json         written last
+
+The same call resumes a run exactly where its last checkpoint stands. The loop knows no metric: it hands the model, with
+the averaged weights in it, to an evaluator.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from rowdit.data.index import batch_at
+from rowdit.models.dit import DiT
+from rowdit.train import checkpoint
+from rowdit.train.config import ConfigError, RunConfig, differences, to_dict
+from rowdit.train.ema import Ema
+from rowdit.train.log import JsonlLog, write_json
+from rowdit.train.optimizers import build_optimizer
+from rowdit.train.progress import Progress, Silent
+from rowdit.train.step import TrainingDivergedError, TrainState, train_step
+from rowdit.train.stop import Interrupted, StopRequest
+
+if TYPE_CHECKING:
+    from rowdit.data.batch import Dataset
+
+Evaluator = Callable[[nn.Module, int], dict[str, Any]]
+"""(model in eval mode with averaged weights, step) -> what was measured, JSON-able. Must change nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended, and where the run stands."""
+
+    status: Literal["finished", "interrupted"]
+    step: int
+
+
+def build_state(config: RunConfig) -> TrainState:
+    """Model, optimizer and average at step 0; the initial weights depend on the config's model and seed alone."""
+    model = DiT(config.model, seed=config.train.seed)
+    return TrainState(model, build_optimizer(model, config.optimizer), Ema(model, config.train.ema_decay))
+
+
+def train(
+    config: RunConfig,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    evaluate: Evaluator | None = None,
+    stop: StopRequest | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Trains until `config.train.steps`, from the newest checkpoint in `folder` or from the start.
+
+    Args:
+        config: the run.
+        dataset: training images that fit `config.model`.
+        folder: of this run; made if absent.
+        evaluate: called at `config.evaluate.steps(...)`.
+        stop: asked after every step; when a stop was requested the state is saved and the call returns.
+        progress: what to report to.
+
+    Raises:
+        ConfigError: the folder holds a run of another config; the differing keys are listed.
+        TrainingDivergedError, CheckpointError: see there. The last good checkpoint stays.
+    """
+    stop, progress = stop or StopRequest(), progress or Silent()
+    check_same_config(folder, config)
+    check_dataset(config, dataset)
+    if is_finished(folder):
+        return Outcome("finished", config.train.steps)
+    write_json(folder / "config.json", to_dict(config))
+
+    state = build_state(config)
+    last = checkpoint.newest(folder / "checkpoints")
+    if last:
+        checkpoint.load(last, state)
+    progress.start_run(folder.name, state.step)
+    evaluation_steps = set(config.evaluate.steps(config.train.steps)) if evaluate else set()
+
+    with ExitStack() as stack:
+        log = stack.enter_context(JsonlLog(folder / "log.jsonl", state.step))
+        evaluations = stack.enter_context(JsonlLog(folder / "evaluations.jsonl", state.step))
+        train_seconds = sum(row["seconds"] for row in log.rows)
+        evaluated = {row["step"] for row in evaluations.rows}
+        saved_step = state.step if last else -1
+
+        def save() -> None:
+            nonlocal saved_step
+            if saved_step != state.step:
+                log.sync()
+                evaluations.sync()
+                checkpoint.save(folder / "checkpoints", state, config, keep=config.train.keep_checkpoints)
+                saved_step = state.step
+
+        while True:
+            # A checkpoint of this step may be older than its evaluation: so this comes first, also after a resume.
+            if evaluate and state.step in evaluation_steps - evaluated:
+                save()
+                try:
+                    evaluated.add(state.step)
+                    evaluations.append(_evaluate(evaluate, state, train_seconds, progress))
+                except Interrupted:
+                    return Outcome("interrupted", state.step)
+            if state.step >= config.train.steps:
+                break
+            if stop.requested:
+                save()
+                return Outcome("interrupted", state.step)
+
+            data_start = time.perf_counter()
+            batch = batch_at(
+                dataset, seed=config.train.seed, images_seen=state.images_seen, batch_size=config.train.batch_size
+            )
+            data_seconds = time.perf_counter() - data_start
+            try:
+                result = train_step(state, batch, config)
+            except TrainingDivergedError as error:
+                kept = checkpoint.newest(folder / "checkpoints")
+                raise TrainingDivergedError(f"{error}; last good checkpoint: {kept.path if kept else 'none'}") from None
+            row = asdict(result) | {"seconds": result.seconds + data_seconds}
+            log.append({"step": state.step, "images_seen": state.images_seen} | row)
+            train_seconds += row["seconds"]
+            progress.step(state.step, result.loss, config.train.batch_size)
+            if state.step % config.train.checkpoint_every == 0:
+                save()
+        save()
+    write_json(
+        folder / "finished.json",
+        {
+            "step": state.step,
+            "images_seen": state.images_seen,
+            "num_skipped": state.num_skipped,
+            "seconds": train_seconds,
+        },
+    )
+    return Outcome("finished", state.step)
+
+
+def _evaluate(evaluate: Evaluator, state: TrainState, train_seconds: float, progress: Progress) -> dict[str, Any]:
+    """One row: the evaluator's measurements of the averaged weights."""
+    progress.evaluating(state.step)
+    start = time.perf_counter()
+    with state.ema.swap_in(state.model):
+        state.model.eval()
+        measured = evaluate(state.model, state.step)
+    row = {"step": state.step, "seconds": train_seconds} | measured
+    seconds = time.perf_counter() - start
+    progress.evaluated(state.step, _one_line(row), seconds)
+    return row | {"evaluation_seconds": seconds}
+
+
+def _one_line(row: dict[str, Any]) -> str:
+    shown = {key: value for key, value in row.items() if isinstance(value, float) and key != "seconds"}
+    return ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in this folder reached its last step."""
+    return (folder / "finished.json").exists()
+
+
+def check_same_config(folder: Path, config: RunConfig) -> None:
+    """Refuses to continue a run under another config.
+
+    Raises:
+        ConfigError: listing every key that differs.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        return
+    changed = differences(json.loads(path.read_text(encoding="utf-8")), to_dict(config))
+    if changed:
+        raise ConfigError(f"{folder} holds a run with another config ({'; '.join(changed)})")
+
+
+def check_dataset(config: RunConfig, dataset: Dataset) -> None:
+    """Refuses images or classes that don't fit the model.
+
+    Raises:
+        ConfigError: naming both sides.
+    """
+    model = config.model
+    shape = (model.in_channels, model.image_size, model.image_size)
+    if tuple(dataset.image_shape) != shape:
+        raise ConfigError(
+            f"the data's images are {tuple(dataset.image_shape)} (channels, height, width), the model takes {shape}; "
+            "set model.in_channels and model.image_size"
+        )
+    if dataset.num_classes > model.num_classes:
+        raise ConfigError(f"model.num_classes = {model.num_classes}, but the data has {dataset.num_classes} classes")
+    if len(dataset) < 1:
+        raise ConfigError(f"the data source {config.data.source!r} holds no images")
+
+
+def remove_run(folder: Path) -> None:
+    """Deletes what a run wrote into its folder, and nothing else."""
+    for name in ("config.json", "log.jsonl", "evaluations.jsonl", "finished.json"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "samples"):
+        shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,0 +1,59 @@
+"""AdamW, Muon and Periodic Row-wise Muon from one config, as equals.
+
+The Muon pair comes from `rowmuon`'s public names, as any other user would take it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import rowmuon
+from rowdit.train.config import OptimizerConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that `config` describes, over the trainable parameters of `model`.
+
+    Call it before the model is wrapped or sharded: the routing goes by parameter names.
+    """
+    if config.name == "adamw":
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(
+            parameters,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    return _build_muon(model, config)
+
+
+def step_kind(optimizer: torch.optim.Optimizer) -> str:
+    """What the optimizer's next step will be: `"refresh"`, `"row"`, `"mixed"`, or `"adamw"` for torch's AdamW."""
+    return getattr(optimizer, "next_step_kind", "adamw")
+
+
+def _build_muon(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    muon: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    adamw: dict[str, Any] = {
+        "lr": config.lr if config.adamw_lr is None else config.adamw_lr,
+        "weight_decay": config.weight_decay,
+        "betas": config.betas,
+        "eps": config.eps,
+    }
+    groups = rowmuon.param_groups(model, rules=rowmuon.rules.dit(adaln=config.adaln), muon=muon, adamw=adamw)
+    common: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+        "nesterov": config.nesterov,
+        "adjust_lr_fn": config.adjust_lr_fn,
+        "ns_coefficients": config.ns_coefficients,
+    }
+    if config.name == "muon":
+        return rowmuon.Muon(groups, **common)
+    return rowmuon.PeriodicRowMuon(groups, **common, period=config.period, row_scale=config.row_scale)
