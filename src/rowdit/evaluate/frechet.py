@@ -133,8 +133,8 @@ class FeatureStatistics:
 def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     """Return |mu_a - mu_b|^2 + tr(A + B - 2 (A B)^(1/2)), at least 0.
 
-    tr (A B)^(1/2) is the sum of the square roots of the eigenvalues of A^(1/2) B A^(1/2), a symmetric matrix: no complex
-    square root of a non-symmetric product is needed, and a rank-deficient covariance does no harm.
+    tr (A B)^(1/2) is the sum of the square roots of the eigenvalues of A^(1/2) B A^(1/2), a symmetric matrix: no
+    complex square root of a non-symmetric product is needed, and a rank-deficient covariance does no harm.
 
     The estimate is biased upwards, by about 1/n: compare only equal n, and beside the real-against-real floor.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rowdit import streams
 from rowdit.data.batch import to_uint8
 from rowdit.flow.guidance import guided_velocity
-from rowdit.flow.samplers import SAMPLERS, times
+from rowdit.flow.samplers import SAMPLERS, time_grid
 
 Progress = Callable[[int, int], None]  # (images done, images in all)
 
@@ -60,7 +60,7 @@ def generate(
     _check(labels, num_classes, sampler, batch_size, first_index)
     device = next(model.parameters()).device
     images = torch.empty((len(labels), *image_shape), dtype=torch.uint8)
-    grid = times(num_steps, device=device)
+    grid = time_grid(num_steps, device=device)
     with _eval_mode(model):
         for start in range(0, len(labels), batch_size):
             batch_labels = labels[start : start + batch_size].to(device)
@@ -111,6 +111,6 @@ def _check_finite(x: Tensor, first_index: int) -> None:
     bad = (~x.isfinite().flatten(1).all(dim=1)).nonzero()
     if len(bad):
         raise FloatingPointError(
-            f"{len(bad)} of {len(x)} sampled images aren't finite (first: image {first_index + int(bad[0])}): the model "
-            "has diverged; sample from an earlier checkpoint or train with a lower learning rate"
+            f"{len(bad)} of {len(x)} sampled images aren't finite (first: image {first_index + int(bad[0])}): "
+            "the model has diverged; sample from an earlier checkpoint or train with a lower learning rate"
         )

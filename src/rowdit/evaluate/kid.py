@@ -10,16 +10,23 @@ from torch import Tensor
 
 from rowdit import streams
 
+SUBSET_SIZE = 1000
+NUM_SUBSETS = 10
 
-def kernel_distance(x: Tensor, y: Tensor, *, subset_size: int = 1000, num_subsets: int = 10, seed: int = 0) -> float:
+
+def kernel_distance(
+    x: Tensor, y: Tensor, *, subset_size: int = SUBSET_SIZE, num_subsets: int = NUM_SUBSETS, seed: int = 0
+) -> float:
     """Return the mean of `kernel_distances`: the kernel distance averaged over random subsets.
 
-    Unbiased, so it may be slightly negative for equal distributions, and its mean doesn't depend on the number of images.
+    Unbiased: slightly negative as often as positive for equal distributions, whatever the number of images.
     """
     return float(kernel_distances(x, y, subset_size=subset_size, num_subsets=num_subsets, seed=seed).mean())
 
 
-def kernel_distances(x: Tensor, y: Tensor, *, subset_size: int = 1000, num_subsets: int = 10, seed: int = 0) -> Tensor:
+def kernel_distances(
+    x: Tensor, y: Tensor, *, subset_size: int = SUBSET_SIZE, num_subsets: int = NUM_SUBSETS, seed: int = 0
+) -> Tensor:
     """Return (num_subsets,) float64: the unbiased squared MMD of random subsets, under k(a, b) = (a.b / D + 1)^3.
 
     Args:

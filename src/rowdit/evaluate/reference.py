@@ -10,22 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from rowdit import streams
 from rowdit.evaluate.features import FeatureNetwork
 from rowdit.evaluate.frechet import FeatureStatistics, frechet_distance
-from rowdit.evaluate.kid import kernel_distance
+from rowdit.evaluate.kid import NUM_SUBSETS, SUBSET_SIZE, kernel_distance
 from rowdit.evaluate.score import Sampling, Score, canonical_json, check_equal, digest, write_atomically
 
 if TYPE_CHECKING:
-    from rowdit.data import Dataset
+    from rowdit.data.batch import Dataset
 
 FORMAT = "rowdit.reference/1"
 MAX_STORED_FEATURES = 10_000  # for the kernel distance, which needs features, not sums: 13 MB at 320 features
 IMAGES_PER_FETCH = 1000
+
+# How the distances are computed, as it stands in every score's fingerprint.
+FRECHET = {"kind": "frechet", "covariance": "unbiased"}
+KERNEL = {
+    "kind": "kernel",
+    "kernel": "(x.y / D + 1)^3",
+    "subset_size": SUBSET_SIZE,
+    "num_subsets": NUM_SUBSETS,
+    "seed": 0,
+}
 
 Progress = Callable[[int, int], None]  # (images done, images in all)
 
@@ -66,11 +76,14 @@ class Reference:
         Raises:
             ValueError: the file isn't a reference, or its fingerprint isn't the expected one (both are shown).
         """
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"{path} isn't a {FORMAT} file (format: {metadata.get('format')!r}); compute it again")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except SafetensorError as error:
+            raise ValueError(f"{path} can't be read ({error}); delete it, it will be computed again") from error
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} isn't a {FORMAT} file (format: {metadata.get('format')!r}); compute it again")
         fingerprint = json.loads(metadata["fingerprint"])
         if expected is not None:
             check_equal(f"the reference in {path} and the one asked for", fingerprint, expected)
@@ -119,7 +132,8 @@ def load_or_compute_reference(
 ) -> Reference:
     """Return the reference from `folder`, computing and storing it first where it isn't there.
 
-    The file's name holds the fingerprint's hash, so references of several datasets, sizes and networks live side by side.
+    The file's name holds the fingerprint's hash, so references of several datasets, sizes and networks live side by
+    side.
     """
     fingerprint = reference_fingerprint(dataset, network, num_images)
     path = Path(folder) / f"reference-{network.name}-{digest(fingerprint)[:16]}.safetensors"
@@ -181,7 +195,8 @@ def real_floor(
         )
     if len(real) < num_images:
         raise ValueError(
-            f"the floor at {num_images} images needs as many real ones, the dataset has {len(real)}; evaluate fewer samples"
+            f"the floor at {num_images} images needs as many real ones, the dataset has {len(real)}; "
+            "evaluate fewer samples"
         )
     order = streams.permutation(seed, "floor", 0, len(real))
     frechet, kernel = [], []
@@ -230,8 +245,8 @@ def score_images(
         "sampling": None if sampling is None else asdict(sampling),
     }
     return (
-        Score(f"fd_{network.name}", frechet, floor_frechet, fingerprint),
-        Score(f"kid_{network.name}", kernel, floor_kernel, fingerprint),
+        Score(f"fd_{network.name}", frechet, floor_frechet, fingerprint | {"distance": FRECHET}),
+        Score(f"kid_{network.name}", kernel, floor_kernel, fingerprint | {"distance": KERNEL}),
     )
 
 
@@ -241,7 +256,8 @@ def _distances(images: Tensor, reference: Reference, network: FeatureNetwork) ->
     check_equal("the images and the reference", found, wanted)
     features = network(images)
     frechet = frechet_distance(FeatureStatistics.from_features(features), reference.statistics)
-    return frechet, kernel_distance(features, reference.features)
+    kernel = kernel_distance(features, reference.features, subset_size=SUBSET_SIZE, num_subsets=NUM_SUBSETS, seed=0)
+    return frechet, kernel
 
 
 def _features_of(dataset: Dataset, network: FeatureNetwork, indices: np.ndarray) -> Tensor:

@@ -37,8 +37,8 @@ class Score:
     """One number and where it comes from. Lower is better for all distances.
 
     Args:
-        name: such as "fd_effnet_lite0" or "kid_effnet_lite0": the distance and the feature network. Never "FID", which is
-            another network's.
+        name: such as "fd_effnet_lite0" or "kid_effnet_lite0": the distance and the feature network. Never "FID", which
+            is another network's.
         value: the distance.
         floor: what real images that are not in the reference score, at the same number of images; None if not measured.
         fingerprint: plain data: network, image shape, number of images, reference, sampling.
@@ -59,14 +59,14 @@ class Score:
         return cls(**data)
 
     def check_comparable(self, other: Score) -> None:
-        """Raise unless the two scores differ by the model and its samples' seed alone.
+        """Raise unless the two scores may be compared: all but the model and the samples' seed must be the same.
 
         Raises:
             ValueError: names the entries that differ, with both values.
         """
         ours = {"name": self.name, **flatten(self.fingerprint)}
         theirs = {"name": other.name, **flatten(other.fingerprint)}
-        check_equal("scores", ours, theirs, ignore=("sampling.seed", "sampling.first_index", "sampling.ema"))
+        check_equal("scores", ours, theirs, ignore=("sampling.seed", "sampling.first_index"))
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
