@@ -103,6 +103,22 @@ def momentum_direction_(
 
 
 @torch.no_grad()
+def update_momentum_(momentum: Tensor, grad: Tensor, *, beta: float, maximize: bool = False) -> None:
+    """M <- beta M + (1 - beta) G, in place."""
+    for m, g in _blocks(momentum, grad):
+        _update_momentum_(m, g, beta, maximize)
+
+
+@torch.no_grad()
+def write_direction(
+    momentum: Tensor, grad: Tensor, out: Tensor, *, beta: float, nesterov: bool, maximize: bool = False
+) -> None:
+    """Write U of an already updated `momentum` into `out` (any floating dtype, such as a send buffer's)."""
+    for m, g, u in _blocks(momentum, grad, out):
+        u.copy_(_direction(m, g.neg() if maximize and nesterov else g, beta, nesterov))
+
+
+@torch.no_grad()
 def row_step_(
     weights: Sequence[Tensor],
     momenta: Sequence[Tensor],

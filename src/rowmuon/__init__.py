@@ -1,0 +1,25 @@
+"""Periodic Row-wise Muon for any PyTorch training loop. These are all the public names."""
+
+from rowmuon import rules
+from rowmuon.optimizer import Muon, PeriodicRowMuon
+from rowmuon.orthogonalize import COEFFICIENTS, newton_schulz, newton_schulz_flops
+from rowmuon.routing import ParamGroups, Rule, param_groups
+from rowmuon.traffic import StepTraffic, Traffic
+from rowmuon.update import convert_lr, row_step_scale, spectral_scale
+
+__all__ = [
+    "COEFFICIENTS",
+    "Muon",
+    "ParamGroups",
+    "PeriodicRowMuon",
+    "Rule",
+    "StepTraffic",
+    "Traffic",
+    "convert_lr",
+    "newton_schulz",
+    "newton_schulz_flops",
+    "param_groups",
+    "row_step_scale",
+    "rules",
+    "spectral_scale",
+]

@@ -1,0 +1,114 @@
+"""Parameter groups: what each algorithm's group holds, its defaults, and checks of its settings."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rowmuon.orthogonalize import resolve_coefficients
+from rowmuon.period import check_period
+from rowmuon.update import AdjustLr
+
+__all__ = ["ADAMW_DEFAULTS", "AdjustLr", "MUON_KEYS", "check_hyper", "complete_group", "name_of"]
+
+MUON_KEYS = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "maximize",
+    "period", "row_scale", "chunks", "stack_dims",
+)  # fmt: skip
+ADAMW_DEFAULTS: Mapping[str, Any] = {
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "amsgrad": False,
+    "foreach": None,
+    "fused": None,
+    "capturable": False,
+}
+_COMMON = ("params", "param_names", "algorithm")
+_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+
+
+def complete_group(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with its algorithm's defaults filled in, checked. The caller's dict stays as it is.
+
+    Raises:
+        ValueError: an unknown key (the nearest one is named), an unknown algorithm, a value out of range.
+    """
+    if not isinstance(param_group, dict):
+        raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+    group = dict(param_group)
+    algorithm = group.setdefault("algorithm", "muon")
+    if algorithm not in ("muon", "adamw"):
+        raise ValueError(f"algorithm={algorithm!r} in a group is neither 'muon' nor 'adamw'")
+    own = MUON_KEYS if algorithm == "muon" else ("lr", "weight_decay", "maximize", *ADAMW_DEFAULTS)
+    for key in group:
+        if key not in (*own, *_COMMON, *_SCHEDULERS):
+            near = difflib.get_close_matches(key, own, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". Known: {', '.join(own)}"
+            raise ValueError(f"unknown key {key!r} in a group with algorithm={algorithm!r}{hint}")
+    if algorithm == "muon":
+        group.setdefault("chunks", 1)
+        group.setdefault("stack_dims", None)
+        if "ns_coefficients" in group and "ns_steps" not in group:
+            group["ns_steps"] = len(resolve_coefficients(group["ns_coefficients"], None))
+    else:
+        for key, value in ADAMW_DEFAULTS.items():
+            group.setdefault(key, value)
+    for key in own:
+        if key in defaults:
+            group.setdefault(key, defaults[key])
+    check_hyper(group, f"a group with algorithm={algorithm!r}")
+    return group
+
+
+def check_hyper(group: Mapping[str, Any], where: str) -> None:
+    """Checks a group's settings.
+
+    Raises:
+        ValueError: naming the setting, its value and what it may be.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr in {where} is a tensor of shape {tuple(lr.shape)}; it must have one element")
+    else:
+        _check_number("lr", lr, where)
+    _check_number("weight_decay", group["weight_decay"], where)
+    _check_number("eps", group["eps"], where, positive=group.get("algorithm") != "adamw")
+    if group.get("algorithm") == "adamw":
+        betas = group["betas"]
+        if len(betas) != 2 or not all(isinstance(b, Tensor) or 0.0 <= b < 1.0 for b in betas):
+            raise ValueError(f"betas={betas!r} in {where} aren't two numbers in [0, 1)")
+        if group["fused"] and group["foreach"]:
+            raise ValueError(f"fused and foreach can't both be True in {where}")
+        return
+    _check_number("momentum", group["momentum"], where)
+    if group["momentum"] >= 1.0:
+        raise ValueError(f"momentum={group['momentum']!r} in {where} isn't in [0, 1)")
+    _check_number("row_scale", group["row_scale"], where)
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        raise ValueError(
+            f"adjust_lr_fn={group['adjust_lr_fn']!r} in {where} isn't None, 'original' or 'match_rms_adamw'"
+        )
+    chunks = group.get("chunks", 1)
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(f"chunks={chunks!r} in {where} isn't a positive integer")
+    check_period(group["period"])
+    resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+
+
+def _check_number(name: str, value: Any, where: str, positive: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r} in {where} isn't a finite number >= 0")
+    if positive and value == 0:
+        raise ValueError(f"{name}=0 in {where}: it must be > 0, since it takes the place of a norm of zero")
+
+
+def name_of(group: Mapping[str, Any], parameter: Tensor) -> str:
+    """A parameter's name in its group, or its position where the group has no names."""
+    position = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    names = group.get("param_names")
+    return names[position] if names else f"params[{position}]"

@@ -1,0 +1,482 @@
+"""From layouts to a frozen plan of one step: buckets, owners, routes, bytes, FLOPs. No process group, no tensor.
+
+A plan is the same on all ranks; what one rank sends, receives and computes is read off it by `Bucket.route`.
+`runtime.py` executes plans and `rowdit.cost` prices them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+
+from rowmuon.layout import COLS, ROWS, Box, Layout
+
+__all__ = ["Bucket", "Entry", "Matrix", "Piece", "PlanOptions", "Route", "StepPlan", "build_plan", "plan_hash"]
+
+RefreshMode = Literal["exchange", "gather"]
+
+FLOPS_PER_BYTE = 10_000.0
+"""Matmul FLOPs that take as long as sending one byte: about 500 TFLOP/s against a 400 Gbit/s link."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the constructor of the optimizer fixes about how a refresh is computed."""
+
+    refresh: RefreshMode = "exchange"
+    comm_dtype: torch.dtype = torch.bfloat16
+    bucket_bytes: int = 64 << 20
+    flops_per_byte: float = FLOPS_PER_BYTE
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Muon parameter as the plan sees it.
+
+    Args:
+        name: for tables and error messages; not part of any decision.
+        layout: its layout.
+        dtype: of parameter and momentum.
+        device: device type; tensors of different types are never stacked.
+        kernel: everything the orthogonalisation depends on besides shape (coefficients, eps, dtype), as plain data.
+            Matrices are stacked only where it is equal.
+        num_flops: of orthogonalising one of its matrices.
+    """
+
+    name: str
+    layout: Layout
+    dtype: torch.dtype
+    device: str
+    kernel: tuple
+    num_flops: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Matrix ``index`` of entry ``entry``; ``owner`` = (replica, member of the shard group) that orthogonalises it.
+
+    In local and gather buckets the owner has no meaning and is (0, 0).
+    """
+
+    entry: int
+    index: int
+    box: Box
+    owner: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``count`` equal boxes of one matrix that lie ``stride`` elements apart in a flat buffer, the first at ``offset``.
+
+    They are adjacent along ``dim`` in the matrix and together make ``box`` (global coordinates). Ranks with equal
+    shards make one piece, so that assembling a matrix takes a few copies, not one per rank.
+    """
+
+    matrix: int
+    box: Box
+    offset: int
+    count: int = 1
+    stride: int = 0
+    dim: int = ROWS
+
+    @property
+    def numel(self) -> int:
+        return self.box.numel
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one rank does in one bucket. Offsets and counts are in elements.
+
+    mine: this rank's part of every matrix of the bucket that it sends (or works on), in the order of the send buffer.
+    send_counts, recv_counts: per member of ``group``; empty where nothing is exchanged.
+    owned: the matrices that this rank orthogonalises, positions in the bucket.
+    assemble: pieces of the received buffer that make up the owned matrices, stacked in the order of ``owned``.
+    home: after the exchange back, this rank's parts of the matrices that its own replica has orthogonalised.
+    shared: with shared replicas, this rank's parts of all matrices in the buffer gathered over ``replicas``.
+    """
+
+    group: tuple[int, ...]
+    mine: tuple[Piece, ...]
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    owned: tuple[int, ...]
+    assemble: tuple[Piece, ...]
+    home: tuple[Piece, ...]
+    replicas: tuple[int, ...] = ()
+    share_count: int = 0
+    shared: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Matrices of one shape that are orthogonalised as one stack. Compared by identity.
+
+    kind: "local" (whole on their rank), "gather" (all-gather, every rank computes all) or "exchange" (all-to-all).
+    layouts: of the entries that occur, by entry.
+    shares_replicas: the replicas divide the matrices between them and gather the results.
+    """
+
+    kind: Literal["local", "gather", "exchange"]
+    num_rows: int
+    num_cols: int
+    dtype: torch.dtype
+    comm_dtype: torch.dtype
+    num_flops: int
+    matrices: tuple[Matrix, ...]
+    layouts: dict[int, Layout] = field(repr=False)
+    shares_replicas: bool = False
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Any of the layouts: grid and axes are the same for all."""
+        return self.layouts[self.matrices[0].entry]
+
+    @property
+    def matrix_numel(self) -> int:
+        return self.num_rows * self.num_cols
+
+    def part(self, position: int, rank: int) -> Box:
+        """What ``rank`` holds of the matrix at ``position``."""
+        matrix = self.matrices[position]
+        return matrix.box.intersect(self.layouts[matrix.entry].box(rank))
+
+    def parts(self, positions: Sequence[int], rank: int, offset: int = 0) -> Iterator[Piece]:
+        """This rank's non-empty parts of those matrices, laid one after another from ``offset``."""
+        for position in positions:
+            box = self.part(position, rank)
+            if box.numel:
+                yield Piece(position, box, offset)
+                offset += box.numel
+
+    def route(self, rank: int) -> Route:
+        """What ``rank`` does in this bucket."""
+        if self.kind == "local":
+            return self._local_route(rank)
+        return self._gather_route(rank) if self.kind == "gather" else self._exchange_route(rank)
+
+    def _local_route(self, rank: int) -> Route:
+        mine = tuple(self.parts(range(len(self.matrices)), rank))
+        owned = tuple(piece.matrix for piece in mine)
+        return Route((rank,), mine, (), (), owned, mine, mine)
+
+    def _gather_route(self, rank: int) -> Route:
+        group = self.layout.shard_group(rank)
+        everything = range(len(self.matrices))
+        held = [tuple(self.parts(everything, member)) for member in group]
+        padded = max(sum(piece.numel for piece in pieces) for pieces in held)
+        mine = held[group.index(rank)]
+        assemble = merge_pieces([_shift(p, i * padded) for i, pieces in enumerate(held) for p in pieces])
+        return Route(group, mine, (padded,), (padded,) * len(group), tuple(everything), assemble, mine)
+
+    def _exchange_route(self, rank: int) -> Route:
+        layout = self.layout
+        group, replicas = layout.shard_group(rank), layout.replica_group(rank)
+        member, replica = group.index(rank), replicas.index(rank)
+        if not self.shares_replicas:
+            replica = 0
+        by_owner: dict[tuple[int, int], list[int]] = {}
+        for position, matrix in enumerate(self.matrices):
+            by_owner.setdefault(matrix.owner, []).append(position)
+
+        def parts_of(of_replica: int) -> list[tuple[Piece, ...]]:
+            out, offset = [], 0
+            for owner in range(len(group)):
+                pieces = tuple(self.parts(by_owner.get((of_replica, owner), ()), rank, offset))
+                offset += sum(piece.numel for piece in pieces)
+                out.append(pieces)
+            return out
+
+        per_owner = parts_of(replica)
+        mine = tuple(piece for pieces in per_owner for piece in pieces)
+        owned = tuple(by_owner.get((replica, member), ()))
+        received, counts, offset = [], [], 0
+        for source in group:
+            pieces = tuple(self.parts(owned, source, offset))
+            counts.append(sum(piece.numel for piece in pieces))
+            offset += counts[-1]
+            received += pieces
+        send_counts = tuple(sum(piece.numel for piece in pieces) for pieces in per_owner)
+        route = (group, mine, send_counts, tuple(counts), owned, merge_pieces(received), mine)
+        if not self.shares_replicas:
+            return Route(*route)
+        of_replica = [tuple(p for pieces in parts_of(r) for p in pieces) for r in range(len(replicas))]
+        share_count = max(sum(piece.numel for piece in pieces) for pieces in of_replica)
+        shared = tuple(_shift(p, r * share_count) for r, pieces in enumerate(of_replica) for p in pieces)
+        return Route(*route, replicas, share_count, shared)
+
+
+def _shift(piece: Piece, offset: int) -> Piece:
+    return Piece(piece.matrix, piece.box, piece.offset + offset)
+
+
+def merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Joins equal boxes that continue each other along rows or columns at equal distances in the buffer."""
+    last_of: dict[int, int] = {}
+    merged: list[Piece] = []
+    for piece in pieces:
+        index = last_of.get(piece.matrix)
+        joined = _join(merged[index], piece) if index is not None else None
+        if joined is None:
+            last_of[piece.matrix] = len(merged)
+            merged.append(piece)
+        else:
+            assert index is not None
+            merged[index] = joined
+    return tuple(merged)
+
+
+def _join(run: Piece, piece: Piece) -> Piece | None:
+    step = piece.offset - (run.offset + (run.count - 1) * run.stride)
+    if run.count > 1 and step != run.stride:
+        return None
+    for dim in (ROWS, COLS):
+        if run.count > 1 and dim != run.dim:
+            continue
+        bounds = list(run.box.bounds)
+        start, stop = bounds[dim]
+        same_elsewhere = all(d == dim or bounds[d] == piece.box.bounds[d] for d in range(3))
+        length = piece.box.bounds[dim][1] - piece.box.bounds[dim][0]
+        if same_elsewhere and piece.box.bounds[dim][0] == stop and length * run.count == stop - start:
+            bounds[dim] = (start, piece.box.bounds[dim][1])
+            return Piece(run.matrix, Box((bounds[0], bounds[1], bounds[2])), run.offset, run.count + 1, step, dim)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ the whole step
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: ``buckets`` are refreshed; the entries in ``rows`` take a row step.
+
+    row_groups: the entries of ``rows`` whose rows are split between ranks, by the mesh axes that split them. Their
+    partial sums take one all-reduce per process group.
+    """
+
+    entries: tuple[Entry, ...]
+    buckets: tuple[Bucket, ...]
+    rows: tuple[int, ...]
+    options: PlanOptions
+
+    def split_rows(self, rank: int) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Process group (its ranks) -> entries whose partial row sums are added over it."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in self.rows:
+            layout = self.entries[index].layout
+            if layout.column_axes:
+                groups.setdefault(layout.ranks_along(layout.column_axes, rank), []).append(index)
+        return {group: tuple(members) for group, members in groups.items()}
+
+    def num_flops(self, rank: int) -> int:
+        """FLOPs of this rank's orthogonalisations."""
+        return sum(len(bucket.route(rank).owned) * bucket.num_flops for bucket in self.buckets)
+
+    def num_orthogonalizations(self, rank: int) -> int:
+        return sum(len(bucket.route(rank).owned) for bucket in self.buckets)
+
+    def num_collectives(self, rank: int) -> int:
+        return sum(1 for _ in self.collective_bytes(rank))
+
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes that leave this rank: its own part excluded, padding included."""
+        return sum(self.collective_bytes(rank))
+
+    def collective_bytes(self, rank: int) -> Iterator[int]:
+        """Bytes sent by this rank in each collective of the step.
+
+        An all-reduce counts as reduce-scatter and all-gather: 2 (N-1)/N of its buffer.
+        """
+        for group, members in self.split_rows(rank).items():
+            num_rows = sum(math.prod(self.entries[i].layout.box(rank).shape[:2]) for i in members)
+            yield 2 * (len(group) - 1) * num_rows * 4 // len(group)
+        for bucket in self.buckets:
+            yield from _bucket_bytes(bucket, rank)
+
+
+def _bucket_bytes(bucket: Bucket, rank: int) -> Iterator[int]:
+    if bucket.kind == "local":
+        return
+    route, itemsize = bucket.route(rank), bucket.comm_dtype.itemsize
+    here = route.group.index(rank)
+    if bucket.kind == "gather":
+        yield (len(route.group) - 1) * route.send_counts[0] * itemsize
+        return
+    if needs_exchange(bucket):
+        yield (sum(route.send_counts) - route.send_counts[here]) * itemsize
+        yield (sum(route.recv_counts) - route.recv_counts[here]) * itemsize
+    if bucket.shares_replicas:
+        yield (len(route.replicas) - 1) * route.share_count * itemsize
+
+
+@lru_cache(maxsize=4096)
+def _all_whole(layouts: tuple[Layout, ...]) -> bool:
+    return all(layout.matrices_are_whole for layout in layouts)
+
+
+def needs_exchange(bucket: Bucket) -> bool:
+    """False where every matrix is whole on its owner, so that only replicas have something to tell each other."""
+    return bucket.kind == "exchange" and not _all_whole(tuple(bucket.layouts.values()))
+
+
+def build_plan(entries: Sequence[Entry], refreshing: Sequence[int], options: PlanOptions) -> StepPlan:
+    """The plan of a step in which the entries ``refreshing`` (positions) refresh and all others take a row step."""
+    chosen = set(refreshing)
+    rows = tuple(i for i in range(len(entries)) if i not in chosen)
+    families: dict[tuple, list[int]] = {}
+    for i in sorted(chosen):
+        layout = entries[i].layout
+        if layout.matrices_are_whole and (layout.num_replicas == 1 or options.refresh == "gather"):
+            families.setdefault(("local", None, (), ()), []).append(i)
+        else:
+            kind = "exchange" if layout.matrices_are_whole else options.refresh
+            families.setdefault((kind, layout.grid, layout.shard_axes, layout.replica_axes), []).append(i)
+    buckets: list[Bucket] = []
+    for (kind, *_), members in families.items():
+        buckets += _family_buckets(kind, members, entries, options)
+    return StepPlan(tuple(entries), tuple(buckets), rows, options)
+
+
+def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], options: PlanOptions) -> list[Bucket]:
+    """Buckets of the entries that are worked on by one set of process groups."""
+    shares = False
+    matrices = [Matrix(i, k, entries[i].layout.matrix_box(k)) for i in members for k in range(_count(entries[i]))]
+    if kind == "exchange":
+        alone, together = (assign_owners(matrices, entries, share) for share in (False, True))
+        shares = _sharing_pays(alone, together, entries, options)
+        matrices = together if shares else alone
+        if not shares and all(entries[i].layout.matrices_are_whole for i in members):
+            kind = "local"
+    classes: dict[tuple, list[Matrix]] = {}
+    for matrix in matrices:
+        entry = entries[matrix.entry]
+        classes.setdefault((entry.layout.matrix_shape, entry.dtype, entry.device, entry.kernel), []).append(matrix)
+    buckets = []
+    for ((num_rows, num_cols), dtype, _, _), of_class in sorted(
+        classes.items(), key=lambda item: -entries[item[1][0].entry].num_flops * len(item[1])
+    ):
+        for part in _cut(of_class, num_rows * num_cols, kind, entries, dtype, options):
+            buckets.append(
+                Bucket(
+                    kind,  # type: ignore[arg-type]
+                    num_rows,
+                    num_cols,
+                    dtype,
+                    options.comm_dtype if kind != "local" else dtype,
+                    entries[part[0].entry].num_flops,
+                    tuple(part),
+                    {matrix.entry: entries[matrix.entry].layout for matrix in part},
+                    shares,
+                )
+            )
+    return buckets
+
+
+def _count(entry: Entry) -> int:
+    return entry.layout.num_matrices
+
+
+def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: bool) -> list[Matrix]:
+    """Gives each matrix to the least loaded owner, the costliest first (longest processing time first).
+
+    A matrix that is whole on one member of the shard group stays there; only its replica is then free to choose.
+    """
+    layout = entries[matrices[0].entry].layout
+    num_replicas = layout.num_replicas if share else 1
+    num_members = layout.num_shards
+    order = sorted(range(len(matrices)), key=lambda i: (-entries[matrices[i].entry].num_flops, i))
+    load: dict[tuple[int, int], int] = {}
+    free = [(0, r, s) for s in range(num_members) for r in range(num_replicas)]
+    heapq.heapify(free)
+    owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
+    for i in order:
+        matrix = matrices[i]
+        entry = entries[matrix.entry]
+        if entry.layout.matrices_are_whole:
+            holder = _holder(entry.layout, matrix.box)
+            _, r, s = min((load.get((r, holder), 0), r, holder) for r in range(num_replicas))
+        else:
+            while True:
+                known, r, s = heapq.heappop(free)
+                if known == load.get((r, s), 0):
+                    break
+                heapq.heappush(free, (load[r, s], r, s))  # it was given something while it waited
+            heapq.heappush(free, (known + entry.num_flops, r, s))
+        load[r, s] = load.get((r, s), 0) + entry.num_flops
+        owners[i] = (r, s)
+    return [Matrix(m.entry, m.index, m.box, owner) for m, owner in zip(matrices, owners, strict=True)]
+
+
+def _holder(layout: Layout, box: Box) -> int:
+    """Position in the shard group of the member that holds ``box`` whole."""
+    if layout.grid is None or not layout.splits:
+        return 0
+    group = layout.shard_group(layout.grid.ranks[0])
+    for member, rank in enumerate(group):
+        if layout.box(rank).intersect(box).numel == box.numel:
+            return member
+    raise AssertionError(f"no member holds {box} of {layout}")
+
+
+def _sharing_pays(
+    alone: Sequence[Matrix], together: Sequence[Matrix], entries: Sequence[Entry], options: PlanOptions
+) -> bool:
+    """Whether replicas should divide the matrices: FLOPs saved on the busiest rank against bytes gathered after.
+
+    Pure replication (DDP) always divides: there every rank would otherwise do everything.
+    """
+    layout = entries[alone[0].entry].layout
+    if layout.num_replicas == 1:
+        return False
+    if layout.num_shards == 1:
+        return True
+    saved = _busiest(alone, entries) - _busiest(together, entries)
+    numel = sum(m.box.numel for m in together) / layout.num_shards * (1 - 1 / layout.num_replicas)
+    return saved > options.flops_per_byte * numel * options.comm_dtype.itemsize
+
+
+def _busiest(matrices: Sequence[Matrix], entries: Sequence[Entry]) -> int:
+    load: dict[tuple[int, int], int] = {}
+    for matrix in matrices:
+        load[matrix.owner] = load.get(matrix.owner, 0) + entries[matrix.entry].num_flops
+    return max(load.values())
+
+
+def _cut(
+    matrices: list[Matrix], numel: int, kind: str, entries: Sequence[Entry], dtype: torch.dtype, options: PlanOptions
+) -> Iterator[list[Matrix]]:
+    """Cuts a class into buckets whose stack of matrices fits ``bucket_bytes`` on every rank (one matrix always fits)."""
+    itemsize = dtype.itemsize if kind == "local" else options.comm_dtype.itemsize
+    most = max(1, options.bucket_bytes // (numel * itemsize))
+    part: list[Matrix] = []
+    load: dict[tuple, int] = {}
+    for matrix in matrices:
+        layout = entries[matrix.entry].layout
+        where: tuple = matrix.owner
+        if kind == "local":  # different ranks hold different matrices of one stack
+            where = ("member", _holder(layout, matrix.box))
+        elif kind == "gather":
+            where = ()
+        if part and load.get(where, 0) >= most:
+            yield part
+            part, load = [], {}
+        part.append(matrix)
+        load[where] = load.get(where, 0) + 1
+    if part:
+        yield part
+
+
+def plan_hash(entries: Sequence[Entry], options: PlanOptions, extra: Sequence[object] = ()) -> int:
+    """A number that ranks compare to make sure that they will do the same (63 bits; names don't enter)."""
+    digest = hashlib.sha256()
+    for entry in entries:
+        digest.update(repr((entry.layout, entry.dtype, entry.device, entry.kernel, entry.num_flops)).encode())
+    digest.update(repr((options, tuple(extra))).encode())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

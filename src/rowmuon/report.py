@@ -1,0 +1,62 @@
+"""The text of ``optimizer.describe()``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rowmuon.groups import name_of
+from rowmuon.routing import table
+
+if TYPE_CHECKING:
+    from rowmuon.layout import Layout
+    from rowmuon.optimizer import PeriodicRowMuon
+    from rowmuon.plan import StepPlan
+
+__all__ = ["describe"]
+
+
+def describe(optimizer: PeriodicRowMuon) -> str:
+    """Tables of routing and buckets, and the cost of each kind of step on this rank."""
+    rows = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            shape = "x".join(map(str, parameter.shape)) or "scalar"
+            layout = optimizer._layouts.get(parameter)
+            matrices = "" if layout is None else f"{layout.num_matrices} of {'x'.join(map(str, layout.matrix_shape))}"
+            held = "" if layout is None else _placement(layout)
+            frozen = "" if parameter.requires_grad else "frozen"
+            rows.append((name_of(group, parameter), shape, group["algorithm"], matrices, held, frozen))
+    parts = [table(("parameter", "shape", "algorithm", "matrices", "layout", ""), rows)]
+    for group in optimizer.param_groups:
+        hidden = ("params", "param_names")
+        parts.append("group: " + ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in hidden))
+    refresh, row = optimizer.plan("refresh"), optimizer.plan("row")
+    rank = optimizer._runtime.rank
+    buckets = [
+        (
+            str(i),
+            bucket.kind + (", shared by replicas" if bucket.shares_replicas else ""),
+            f"{len(bucket.matrices)} of {bucket.num_rows}x{bucket.num_cols}",
+            str(len(bucket.route(rank).owned)),
+            f"{bucket.matrix_numel * bucket.comm_dtype.itemsize * len(bucket.route(rank).owned):,}",
+        )
+        for i, bucket in enumerate(refresh.buckets)
+    ]
+    parts.append(table(("bucket", "kind", "matrices", "owned here", "bytes of the stack"), buckets))
+    parts.append("\n".join(_cost(kind, plan, rank) for kind, plan in (("refresh", refresh), ("row step", row))))
+    return "\n\n".join(parts)
+
+
+def _placement(layout: Layout) -> str:
+    if layout.grid is None:
+        return "local"
+    splits = ", ".join(f"{('stack', 'rows', 'columns')[s.view_dim]}/{s.num_parts}" for s in layout.splits)
+    replicas = f"x{layout.num_replicas}" if layout.num_replicas > 1 else ""
+    return " ".join(part for part in (splits, replicas) if part) or "whole"
+
+
+def _cost(kind: str, plan: StepPlan, rank: int) -> str:
+    return (
+        f"{kind}: {plan.num_flops(rank):,} FLOPs, {plan.num_orthogonalizations(rank)} orthogonalisations, "
+        f"{plan.num_collectives(rank)} collectives, {plan.bytes_sent(rank):,} bytes sent by rank {rank}"
+    )

@@ -1,0 +1,426 @@
+"""Runs a plan on this rank's tensors. The only file that calls a collective.
+
+A refresh is a pipeline over the buckets. While one is orthogonalised, the next one's momentum is on its way in and the
+previous one's rows are on their way home; whatever else the step has to do (row steps, AdamW) fills the first wait.
+Every rank issues the same collectives in the same order, whatever it holds and whether its gradients exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmuon.layout import ROWS, Box
+from rowmuon.orthogonalize import newton_schulz
+from rowmuon.plan import Bucket, Piece, Route, StepPlan, needs_exchange
+from rowmuon.traffic import StepTraffic
+from rowmuon.update import (
+    apply_direction_,
+    apply_split_row_step_,
+    row_step_,
+    split_row_sums_,
+    update_momentum_,
+    write_direction,
+)
+
+__all__ = ["Hyper", "Runtime", "Shard"]
+
+
+@dataclass
+class Hyper:
+    """A group's settings in this step. ``lr`` may be a 0-dim tensor and is never read back."""
+
+    lr: float | Tensor
+    weight_decay: float
+    beta: float
+    nesterov: bool
+    eps: float
+    maximize: bool
+
+
+@dataclass
+class Shard:
+    """One Muon parameter's tensors on this rank, as (stack, rows, columns) views of what ``box`` covers.
+
+    A missing gradient leaves weight and momentum as they are; the momentum then stands for the direction in what other
+    ranks are owed.
+    """
+
+    box: Box
+    weight: Tensor
+    momentum: Tensor
+    grad: Tensor | None
+    hyper: Hyper
+    spectral_scale: float
+    row_scale: float
+    has_momentum: bool = False  # whether this step's gradient is in the momentum already
+
+
+@dataclass
+class _Flight:
+    """A bucket on its way through the pipeline."""
+
+    bucket: Bucket
+    route: Route
+    work: dist.Work | None = None
+    buffers: list[Tensor] = field(default_factory=list)  # kept until the collective that uses them is done
+    received: Tensor | None = None
+    sharing_is_due: bool = False  # replicas still have to pass the result on
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        assert self.received is not None
+        received, self.received = self.received, None
+        self.buffers.clear()
+        return received
+
+
+class Runtime:
+    """Executes plans for one rank.
+
+    Args:
+        rank: this process's global rank (0 where there is no process group).
+        group_of: gives the process group over a tuple of global ranks.
+    """
+
+    def __init__(self, rank: int, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> None:
+        self.rank = rank
+        self.group_of = group_of
+        self._routes: dict[Bucket, Route] = {}
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def execute(
+        self, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic, fill: Callable[[], None] | None = None
+    ) -> None:
+        """One step of all Muon parameters; ``fill`` is other local work, run while the first bucket is on its way."""
+        sums = self._start_split_rows(plan, shards, counts)
+        buckets = plan.buckets
+        arriving = self._send_out(buckets[0], shards, counts) if buckets else None
+        if fill is not None:
+            fill()
+        self._whole_rows(plan, shards)
+        for finish in sums:
+            finish()
+        returning: list[_Flight] = []
+        for i in range(len(buckets)):
+            flight = arriving
+            assert flight is not None
+            arriving = self._send_out(buckets[i + 1], shards, counts) if i + 1 < len(buckets) else None
+            self._orthogonalize(flight, plan, shards, counts)
+            returning.append(flight)
+            self._land(returning, shards, counts, in_flight=1)
+        self._land(returning, shards, counts, in_flight=0)
+
+    def _land(self, returning: list[_Flight], shards: Sequence[Shard], counts: StepTraffic, in_flight: int) -> None:
+        """Applies what has come home, but leaves the youngest flights under way while the next bucket is computed."""
+        for flight in returning[: len(returning) - in_flight]:
+            if flight.sharing_is_due:
+                self._share(flight, counts)
+        while len(returning) > in_flight:
+            if in_flight and returning[0].bucket.shares_replicas and len(returning) == in_flight + 1:
+                break  # its results have only now been passed on to the other replicas
+            self._apply(returning.pop(0), shards)
+
+    def _whole_rows(self, plan: StepPlan, shards: Sequence[Shard]) -> None:
+        by_group: dict[int, list[Shard]] = {}
+        for index in plan.rows:
+            shard = shards[index]
+            if shard.grad is not None and not plan.entries[index].layout.column_axes:
+                by_group.setdefault(id(shard.hyper), []).append(shard)
+        for members in by_group.values():
+            hyper = members[0].hyper
+            row_step_(
+                [shard.weight.flatten(0, 1) for shard in members],
+                [shard.momentum.flatten(0, 1) for shard in members],
+                [shard.grad.flatten(0, 1) for shard in members if shard.grad is not None],
+                lr=hyper.lr,
+                weight_decay=hyper.weight_decay,
+                beta=hyper.beta,
+                nesterov=hyper.nesterov,
+                scales=[shard.row_scale for shard in members],
+                eps=hyper.eps,
+                maximize=hyper.maximize,
+            )
+
+    def _start_split_rows(
+        self, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic
+    ) -> list[Callable[[], None]]:
+        """Adds up the partial row sums of all parameters whose rows are split: one all-reduce per process group."""
+        finishers = []
+        for ranks, members in plan.split_rows(self.rank).items():
+            parts = [_row_sums(shards[index]) for index in members]
+            total = torch.cat(parts)
+            counts.num_collectives += 1
+            counts.bytes_sent += 2 * (len(ranks) - 1) * total.numel() * total.element_size() // len(ranks)
+            work = dist.all_reduce(total, group=self.group_of(ranks), async_op=True)
+
+            def finish(members=members, parts=parts, total=total, work=work) -> None:
+                work.wait()
+                for index, sums in zip(members, total.split([part.numel() for part in parts]), strict=True):
+                    _apply_split_row(shards[index], sums)
+
+            finishers.append(finish)
+        return finishers
+
+    # --------------------------------------------------------------------------------------------- the pipeline
+
+    def _send_out(self, bucket: Bucket, shards: Sequence[Shard], counts: StepTraffic) -> _Flight:
+        """Packs this rank's directions of a bucket and sends them to those who orthogonalise."""
+        route = self._routes.get(bucket)
+        if route is None:
+            route = self._routes[bucket] = bucket.route(self.rank)
+        if bucket.kind == "local":
+            route = _with_gradients(bucket, route, shards)
+        for entry in bucket.layouts:
+            _update_momentum(shards[entry])
+        flight = _Flight(bucket, route)
+        numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
+        send = self._empty(numel, bucket, shards)
+        for piece in route.mine:
+            _write_part(shards[bucket.matrices[piece.matrix].entry], piece, send)
+        if bucket.kind == "gather":
+            flight.received = self._empty(numel * len(route.group), bucket, shards)
+            flight.work = self._all_gather(flight.received, send, route.group, counts)
+        elif needs_exchange(bucket):
+            flight.received = self._empty(sum(route.recv_counts), bucket, shards)
+            flight.work = self._all_to_all(
+                flight.received, send, route.recv_counts, route.send_counts, route.group, counts
+            )
+        else:
+            flight.received = send
+        flight.buffers.append(send)
+        return flight
+
+    def _orthogonalize(self, flight: _Flight, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic) -> None:
+        """Puts a bucket's matrices together, orthogonalises them, and sends every rank its rows."""
+        bucket, route = flight.bucket, flight.route
+        received = flight.wait()
+        stack = _assemble(bucket, route, received)
+        del received
+        coefficients, eps, dtype = plan.entries[bucket.matrices[0].entry].kernel
+        counts.num_orthogonalizations += stack.shape[0]
+        stack = newton_schulz(stack, coefficients, eps=eps, dtype=dtype) if stack.shape[0] else stack
+        if bucket.kind != "exchange":
+            slot = {position: i for i, position in enumerate(route.owned)}
+            for piece in route.home:
+                matrix = bucket.matrices[piece.matrix]
+                _apply_part(
+                    shards[matrix.entry], piece.box, stack[slot[piece.matrix]][piece.box.slices(matrix.box)[1:]]
+                )
+            return
+        if needs_exchange(bucket):
+            send = _disassemble(bucket, route, stack)
+            home_numel = sum(route.send_counts)
+            flight.received = self._empty(max(home_numel, route.share_count), bucket, shards)
+            flight.work = self._all_to_all(
+                flight.received[:home_numel], send, route.send_counts, route.recv_counts, route.group, counts
+            )
+            flight.buffers.append(send)
+            flight.sharing_is_due = bucket.shares_replicas
+        else:
+            flight.received = self._empty(max(stack.numel(), route.share_count), bucket, shards)
+            flight.received[: stack.numel()].copy_(stack.flatten())
+            self._share(flight, counts)
+
+    def _share(self, flight: _Flight, counts: StepTraffic) -> None:
+        """Passes this replica's results on to the other replicas."""
+        route, part = flight.route, flight.wait()[: flight.route.share_count]
+        flight.sharing_is_due = False
+        flight.received = part.new_empty(route.share_count * len(route.replicas))
+        flight.work = self._all_gather(flight.received, part, route.replicas, counts)
+        flight.buffers.append(part)
+
+    def _apply(self, flight: _Flight, shards: Sequence[Shard]) -> None:
+        """Applies the rows that have come back."""
+        bucket, route = flight.bucket, flight.route
+        if bucket.kind != "exchange":
+            return
+        received = flight.wait()
+        for piece in route.shared if bucket.shares_replicas else route.home:
+            part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
+            _apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
+
+    def _empty(self, numel: int, bucket: Bucket, shards: Sequence[Shard]) -> Tensor:
+        return torch.empty(numel, dtype=bucket.comm_dtype, device=shards[bucket.matrices[0].entry].weight.device)
+
+    # ---------------------------------------------------------------------------------------------- collectives
+
+    def _all_gather(
+        self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic
+    ) -> dist.Work | None:
+        counts.num_collectives += 1
+        counts.bytes_sent += (len(ranks) - 1) * part.numel() * part.element_size()
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(output, part, group=self.group_of(ranks), async_op=True)
+
+    def _all_to_all(
+        self,
+        output: Tensor,
+        send: Tensor,
+        recv_counts: Sequence[int],
+        send_counts: Sequence[int],
+        ranks: tuple[int, ...],
+        counts: StepTraffic,
+    ) -> dist.Work | None:
+        counts.num_collectives += 1
+        counts.bytes_sent += (send.numel() - send_counts[ranks.index(self.rank)]) * send.element_size()
+        return dist.all_to_all_single(
+            output, send, list(recv_counts), list(send_counts), group=self.group_of(ranks), async_op=True
+        )
+
+    def compare(self, ranks: tuple[int, ...], number: int, device: torch.device | str, what: str) -> None:
+        """Makes sure that all of ``ranks`` hold the same number.
+
+        Raises:
+            RuntimeError: on every rank, naming those that differ from the majority.
+        """
+        mine = torch.tensor([number], dtype=torch.int64, device=device)
+        numbers = torch.empty(len(ranks), dtype=torch.int64, device=device)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(numbers, mine, group=self.group_of(ranks))
+        seen = numbers.tolist()
+        if len(set(seen)) > 1:
+            common = max(seen, key=seen.count)
+            odd = [rank for rank, value in zip(ranks, seen, strict=True) if value != common]
+            raise RuntimeError(
+                f"rank(s) {odd} of the process group {list(ranks)} would do something else in this step: their {what} "
+                "differ. Give every rank the same parameters in the same order, the same groups and the same settings."
+            )
+
+
+# ------------------------------------------------------------------------------------------- on one rank's tensors
+
+
+def _row_sums(shard: Shard) -> Tensor:
+    momentum = shard.momentum.flatten(0, 1)
+    if shard.grad is None:
+        sums = torch.linalg.vector_norm(momentum, dim=1, dtype=torch.promote_types(momentum.dtype, torch.float32))
+        return sums.square_()
+    h = shard.hyper
+    grad = shard.grad.flatten(0, 1)
+    return split_row_sums_(momentum, grad, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
+
+
+def _apply_split_row(shard: Shard, sums: Tensor) -> None:
+    if shard.grad is None:
+        return
+    h = shard.hyper
+    apply_split_row_step_(
+        shard.weight.flatten(0, 1),
+        shard.momentum.flatten(0, 1),
+        shard.grad.flatten(0, 1),
+        sums,
+        lr=h.lr,
+        weight_decay=h.weight_decay,
+        beta=h.beta,
+        nesterov=h.nesterov,
+        scale=shard.row_scale,
+        eps=h.eps,
+        maximize=h.maximize,
+    )
+
+
+def _update_momentum(shard: Shard) -> None:
+    """Once a step, whether this rank sends anything of it or not: a replica's momentum must not fall behind."""
+    if shard.grad is None or shard.has_momentum:
+        return
+    momentum, grad = shard.momentum.flatten(0, 1), shard.grad.flatten(0, 1)
+    update_momentum_(momentum, grad, beta=shard.hyper.beta, maximize=shard.hyper.maximize)
+    shard.has_momentum = True
+
+
+def _write_part(shard: Shard, piece: Piece, buffer: Tensor) -> None:
+    """Writes the direction in ``piece`` into its place in a flat buffer."""
+    out = buffer[piece.offset : piece.offset + piece.numel].view(piece.box.shape)[0]
+    where = piece.box.slices(shard.box)
+    where = (where[0].start, *where[1:])  # type: ignore[assignment]
+    h = shard.hyper
+    if shard.grad is None:
+        out.copy_(shard.momentum[where])
+        return
+    write_direction(
+        shard.momentum[where], shard.grad[where], out, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize
+    )
+
+
+def _apply_part(shard: Shard, box: Box, part: Tensor) -> None:
+    if shard.grad is None:
+        return
+    where = box.slices(shard.box)
+    weight = shard.weight[where].squeeze(0)
+    apply_direction_(
+        weight,
+        part.view(weight.shape),
+        lr=shard.hyper.lr,
+        weight_decay=shard.hyper.weight_decay,
+        scale=shard.spectral_scale,
+    )
+
+
+def _with_gradients(bucket: Bucket, route: Route, shards: Sequence[Shard]) -> Route:
+    """A local bucket without the matrices that have no gradient: nobody else waits for them."""
+    owned = tuple(p for p in route.owned if shards[bucket.matrices[p].entry].grad is not None)
+    if owned == route.owned:
+        return route
+    mine = tuple(bucket.parts(owned, route.group[0]))
+    return Route(route.group, mine, (), (), owned, mine, mine)
+
+
+def _assemble(bucket: Bucket, route: Route, received: Tensor) -> Tensor:
+    """The owned matrices, stacked: (number owned, rows, columns). A view where they already lie like that."""
+    shape = (len(route.owned), bucket.num_rows, bucket.num_cols)
+    if received.numel() == math.prod(shape) and _lies_in_order(bucket, route):
+        return received.view(shape)
+    stack = received.new_empty(shape)
+    for part, buffer in _piece_views(bucket, route, stack, received):
+        part.copy_(buffer)
+    return stack
+
+
+def _disassemble(bucket: Bucket, route: Route, stack: Tensor) -> Tensor:
+    """The inverse of `_assemble`, into a buffer in the dtype of communication."""
+    if _lies_in_order(bucket, route) and sum(route.recv_counts) == stack.numel():
+        return stack.to(bucket.comm_dtype).flatten()
+    send = stack.new_empty(sum(route.recv_counts), dtype=bucket.comm_dtype)
+    for part, buffer in _piece_views(bucket, route, stack, send):
+        buffer.copy_(part)
+    return send
+
+
+def _lies_in_order(bucket: Bucket, route: Route) -> bool:
+    """Whether the buffer holds the owned matrices one after another, each in row-major order."""
+    offset = 0
+    for piece in route.assemble:
+        num_rows, num_cols = piece.box.shape[1:]
+        contiguous = num_cols == bucket.num_cols and (
+            piece.count == 1 or (piece.dim == ROWS and piece.stride * piece.count == piece.numel)
+        )
+        if piece.offset != offset or not contiguous or num_rows == 0:
+            return False
+        offset += piece.numel
+    return offset == len(route.owned) * bucket.matrix_numel
+
+
+def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor):
+    """Pairs of equal-shaped views: where each piece belongs in the stack, and where it lies in the buffer."""
+    slot = {position: i for i, position in enumerate(route.owned)}
+    for piece in route.assemble:
+        part = stack[slot[piece.matrix]][piece.box.slices(bucket.matrices[piece.matrix].box)[1:]]
+        num_rows, num_cols = part.shape
+        if piece.dim == ROWS:
+            rows = num_rows // piece.count
+            part = part.unflatten(0, (piece.count, rows))
+            size, stride = (piece.count, rows, num_cols), (piece.stride, num_cols, 1)
+        else:
+            cols = num_cols // piece.count
+            part = part.unflatten(1, (piece.count, cols)).transpose(0, 1)
+            size, stride = (piece.count, num_rows, cols), (piece.stride, cols, 1)
+        yield part, buffer.as_strided(size, stride, buffer.storage_offset() + piece.offset)
