@@ -21,6 +21,7 @@ from rowdit.data.batch import (
     to_float,
     to_uint8,
 )
+from rowdit.data.image_folder import ImageFolder, split_folder
 from rowdit.data.index import batch_at, stream_indices
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Batch",
     "DataError",
     "Dataset",
+    "ImageFolder",
     "batch_at",
     "check_image_size",
     "check_labels",
@@ -43,10 +45,11 @@ def open_dataset(spec: str, split: str = "train", image_size: int | None = None,
 
     Args:
         spec: ``"bundled"``, the subset of Fashion-MNIST in the package; ``"fashion-mnist"``, the full set where it is
-            found, or ``"fashion-mnist:FOLDER"``.
+            found, or ``"fashion-mnist:FOLDER"``; ``"folder:PATH"``, a folder with a sub-folder for each class, or with
+            the splits ``train`` and ``reference`` above them (:func:`rowdit.data.image_folder.split_folder`).
         split: ``"train"`` or ``"reference"``.
-        image_size: pixels a side; None is the native size.
-        **options: handed to the source.
+        image_size: pixels a side; None is the native size, which a folder hasn't.
+        **options: handed to the source: :class:`ImageFolder` has many.
 
     Returns:
         The dataset; :class:`Dataset` says what it offers.
@@ -59,10 +62,19 @@ def open_dataset(spec: str, split: str = "train", image_size: int | None = None,
         >>> open_dataset("bundled", split="reference").image_shape
         (1, 28, 28)
     """
+    if split not in fashion_mnist.SPLITS:
+        raise ValueError(f"split {split!r} is not one of {', '.join(fashion_mnist.SPLITS)}")
     kind, _, place = spec.partition(":")
     size = fashion_mnist.SIZE if image_size is None else image_size
     if kind == "bundled" and not place:
         return fashion_mnist.bundled(split, size, **options)
     if kind == "fashion-mnist":
         return fashion_mnist.full(Path(place) if place else None, split, size, **options)
-    raise ValueError(f"unknown dataset {spec!r}")
+    if kind == "folder" and place:
+        if image_size is None:
+            raise ValueError(f"{spec} needs an image_size, for its images may be of any")
+        path, class_names = split_folder(place, split)
+        return ImageFolder(path, image_size, **{"class_names": class_names, **options})
+    raise ValueError(
+        f"unknown dataset {spec!r}: it is one of 'bundled', 'fashion-mnist', 'fashion-mnist:FOLDER' and 'folder:PATH'"
+    )

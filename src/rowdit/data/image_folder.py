@@ -1,0 +1,355 @@
+"""A folder with a sub-folder for each class, read image by image.
+
+    PATH/cat/1.png  PATH/cat/more/2.jpg  PATH/dog/1.webp     two classes, "cat" (0) and "dog" (1)
+
+Classes and files are sorted by name, so the order depends on the names alone. Hidden files and folders are ignored;
+symbolic links are followed, and each real folder is entered once a class, so loops end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from rowdit.data.batch import DataError, check_indices, fingerprint
+from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError, read_image
+
+EXTENSIONS = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga"),
+    *(".tif", ".tiff", ".webp"),
+)
+SPLIT_NAMES = {"train": ("train",), "reference": ("reference", "val", "valid", "validation", "test")}
+
+BadImages = Literal["error", "skip", "replace"]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file of a class: its path below the root with "/" between, and its bytes (-1 for a dangling link)."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a folder holds: ``num_bytes`` is -1 for a dangling link and None for what is no file."""
+
+    name: str
+    is_folder: bool
+    num_bytes: int | None
+
+
+class ImageFolder:
+    """Labelled images from a folder; a :class:`rowdit.data.Dataset`.
+
+    Args:
+        path: the folder.
+        image_size: >= 1, pixels a side; :mod:`rowdit.data.decode` says how images get there.
+        channels: 3 for RGB, 1 for grey.
+        class_names: the classes and their order, where it isn't that of the sub-folders: those of the training set, for
+            the reference set to have the same labels. A class without a sub-folder is then allowed, a sub-folder
+            without a class is not.
+        bad_images: what becomes of an image that can't be used (damaged, truncated, too large, without a stated scale).
+            ``"error"``: BadImageError when its turn comes. ``"skip"``: all files are decoded once at opening, and the
+            bad ones aren't part of the dataset. ``"replace"``: the next good image of its class, in the folder's order
+            and beginning anew at its end, takes its place; which one that is depends on the folder alone.
+        background: RGB bytes that show through transparent images.
+        max_pixels: an image with more is bad.
+        extensions: of the files that are images, lower case, with the dot.
+        cache: keep decoded images in memory, N x C x image_size^2 bytes when all have been read.
+        hash_contents: let the fingerprint hash the files' contents, not just their names and sizes: a change that keeps
+            the size shows too, for reading every file once.
+
+    Attributes:
+        files: their paths below the folder, in the order of the indices.
+        bad_files: path -> reason, of the bad ones found so far.
+        num_replaced: how many images were served in place of bad ones.
+        ignored: extension -> how many files in the classes' folders have it and so aren't images.
+
+    Raises:
+        ValueError: an argument out of its range.
+        DataError: no such folder, no sub-folder, a class without an image, or a sub-folder that isn't a known class.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        image_size: int,
+        *,
+        channels: int = 3,
+        class_names: Sequence[str] | None = None,
+        bad_images: BadImages = "error",
+        background: tuple[int, int, int] = WHITE,
+        max_pixels: int = MAX_PIXELS,
+        extensions: Sequence[str] = EXTENSIONS,
+        cache: bool = False,
+        hash_contents: bool = False,
+    ) -> None:
+        if bad_images not in get_args(BadImages):
+            raise ValueError(f"bad_images {bad_images!r} is not one of {', '.join(get_args(BadImages))}")
+        if image_size < 1 or channels not in (1, 3):
+            raise ValueError(f"image_size {image_size} must be >= 1, and channels {channels} 1 or 3")
+        if len(background) != 3 or not all(0 <= value <= 255 for value in background):
+            raise ValueError(f"background {background} must be three bytes, 0..255")
+        self.path = Path(path).expanduser()
+        self.image_shape = (channels, image_size, image_size)
+        self.bad_images = bad_images
+        self.bad_files: dict[str, str] = {}
+        self.num_replaced = 0
+        self._background, self._max_pixels = background, max_pixels
+
+        classes, self.ignored = scan_classes(self.path, tuple(extensions))
+        self.class_names = tuple(classes) if class_names is None else tuple(class_names)
+        self.num_classes = len(self.class_names)
+        self._check_classes(classes)
+        entries = [entry for name in self.class_names for entry in classes.get(name, [])]
+        counts = [len(classes.get(name, [])) for name in self.class_names]
+        labels = np.repeat(np.arange(self.num_classes, dtype=np.int64), counts)
+        self.files = [entry.path for entry in entries]
+        self._cache = np.empty((len(entries), *self.image_shape), np.uint8) if cache else None
+        self._cached = np.zeros(len(entries), bool)
+        if bad_images == "skip":
+            good = self._find_good(labels)
+            entries, labels = [entries[index] for index in good], labels[good]
+            self.files = [self.files[index] for index in good]
+            if self._cache is not None:
+                self._cache, self._cached = self._cache[good], self._cached[good]
+        self.labels = labels
+        self.fingerprint = self._fingerprint(entries, hash_contents)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Images (B, C, H, W) uint8 and labels (B,) int64 of ``indices``, (B,) integers in 0 .. len - 1.
+
+        Raises:
+            IndexError: an index out of its range.
+            BadImageError: a bad image under ``bad_images="error"``.
+            DataError: under ``"replace"``, a class without a single good image.
+        """
+        indices = check_indices(indices, len(self))
+        images = np.empty((len(indices), *self.image_shape), np.uint8)
+        for row, index in enumerate(indices.tolist()):
+            images[row] = self._fetch_one(index)
+        return images, self.labels[indices]
+
+    def _fetch_one(self, index: int) -> np.ndarray:
+        try:
+            return self._read(index)
+        except BadImageError as error:
+            if self.bad_images != "replace":
+                raise BadImageError(
+                    error.name,
+                    f"{error.reason}; mend or remove it, or open the folder with bad_images='skip' or 'replace'",
+                ) from error
+        label = self.labels[index]
+        first, after = np.searchsorted(self.labels, [label, label + 1]).tolist()  # labels are in ascending order
+        for candidate in (*range(index + 1, after), *range(first, index)):
+            try:
+                image = self._read(candidate)
+            except BadImageError:
+                continue
+            self.num_replaced += 1
+            return image
+        name = self.class_names[int(label)]
+        raise DataError(
+            f"{self.path / name}: none of its {after - first} images can be used, the first because of "
+            f"{self.bad_files[self.files[first]]!r}; mend them or remove the class"
+        )
+
+    def _read(self, index: int) -> np.ndarray:
+        if self._cache is not None and self._cached[index]:
+            return self._cache[index]
+        file = self.files[index]
+        if file in self.bad_files:
+            raise BadImageError(str(self.path / file), self.bad_files[file])
+        channels, size, _ = self.image_shape
+        try:
+            image = read_image(
+                self.path / file, size, channels=channels, background=self._background, max_pixels=self._max_pixels
+            )
+        except BadImageError as error:
+            self.bad_files[file] = error.reason
+            raise
+        if self._cache is not None:
+            self._cache[index], self._cached[index] = image, True
+        return image
+
+    def _find_good(self, labels: np.ndarray) -> np.ndarray:
+        """Decode all; the indices of those that can be used."""
+        good = np.zeros(len(self.files), bool)
+        for index in range(len(self.files)):
+            try:
+                self._read(index)
+                good[index] = True
+            except BadImageError:
+                continue
+        gone = sorted(set(labels.tolist()) - set(labels[good].tolist()))
+        if gone:
+            names = ", ".join(self.class_names[label] for label in gone)
+            raise DataError(
+                f"{self.path}: without the bad images no image is left of class {names}; see {self._worst()}"
+            )
+        return np.flatnonzero(good)
+
+    def _worst(self) -> str:
+        file, reason = next(iter(self.bad_files.items()))
+        return f"{self.path / file}: {reason}"
+
+    def _check_classes(self, classes: dict[str, list[_Entry]]) -> None:
+        unknown = [name for name in classes if name not in self.class_names]
+        if unknown:
+            raise DataError(
+                f"{self.path / unknown[0]} is not one of the {self.num_classes} classes that were given "
+                f"({_listed(self.class_names)}); {len(unknown)} such sub-folder(s). Remove them or name their classes"
+            )
+        if not any(classes.values()):
+            raise DataError(f"{self.path}: no image in any of the sub-folders {_listed(list(classes))}" + self._seen())
+        empty = [name for name, entries in classes.items() if not entries]
+        if empty:
+            raise DataError(
+                f"{self.path / empty[0]}: no image in this class ({len(empty)} such: {_listed(empty)})"
+                + self._seen()
+                + "; add images or remove the folder"
+            )
+
+    def _seen(self) -> str:
+        others = ", ".join(f"{count} of {extension or 'no extension'}" for extension, count in self.ignored.items())
+        return f"; files that are no images here: {others}" if others else ""
+
+    def _fingerprint(self, entries: list[_Entry], hash_contents: bool) -> str:
+        digest = hashlib.sha256()
+        for name in self.class_names:
+            digest.update(os.fsencode(name) + b"\n")
+        for entry in entries:
+            content = _sha256(self.path / entry.path) if hash_contents else str(entry.num_bytes)
+            digest.update(os.fsencode(entry.path) + b"\0" + content.encode() + b"\n")
+        rule = "square-bicubic"
+        if self._background != WHITE:
+            rule += "-on-{:02x}{:02x}{:02x}".format(*self._background)
+        kind = "contents" if hash_contents else "names"
+        return fingerprint(f"folder-{kind}", self.image_shape, len(entries), digest.hexdigest(), resize=rule)
+
+
+def split_folder(path: str | os.PathLike[str], split: str) -> tuple[Path, tuple[str, ...] | None]:
+    """Where the images of a split lie, and the classes that they must be of.
+
+    A folder whose sub-folders are ``train`` and any of ``reference``, ``val``, ``valid``, ``validation`` and ``test``
+    (first one first), and nothing else, is one with splits; the training set's classes are everyone's. Any other folder
+    has a sub-folder for each class and is its own reference, as ImageNet's training set is to FID.
+
+    Raises:
+        DataError: no such folder, or it has splits, but not this one.
+    """
+    root = Path(path).expanduser()
+    names = [found.name for found in _listing(_check_folder(root)) if found.is_folder]
+    if "train" not in names or not set(names) <= {name for split in SPLIT_NAMES.values() for name in split}:
+        return root, None
+    found = [name for name in SPLIT_NAMES[split] if name in names]
+    if not found:
+        raise DataError(
+            f"{root} has {', '.join(names)}, but none of {', '.join(SPLIT_NAMES[split])} for split {split!r}"
+        )
+    if split == "train":
+        return root / "train", None
+    return root / found[0], tuple(scan_classes(root / "train", EXTENSIONS)[0])
+
+
+def scan_classes(root: Path, extensions: tuple[str, ...]) -> tuple[dict[str, list[_Entry]], Counter[str]]:
+    """The classes of a folder in sorted order, each with its images in sorted order; and what was ignored.
+
+    Raises:
+        DataError: ``root`` is no folder, can't be listed, or has no sub-folder.
+    """
+    real_root = _identity(_check_folder(root))
+    listing = _listing(root)
+    names = [found.name for found in listing if found.is_folder and _identity(root / found.name) != real_root]
+    if not names:
+        num_images = sum(found.name.lower().endswith(extensions) for found in listing)
+        raise DataError(
+            f"{root} has no sub-folder and {num_images} image(s); the images of a class belong in a sub-folder named "
+            f"after it (in one sub-folder, if there are no classes)"
+        )
+    classes, ignored = {}, Counter[str]()
+    for name in names:
+        entries: list[_Entry] = []
+        _scan(root, name, extensions, {real_root}, entries, ignored)
+        classes[name] = sorted(entries, key=lambda entry: entry.path)
+    return classes, ignored
+
+
+def _scan(
+    root: Path,
+    relative: str,
+    extensions: tuple[str, ...],
+    entered: set[tuple[int, int]],
+    entries: list[_Entry],
+    ignored: Counter[str],
+) -> None:
+    folder = root / relative
+    identity = _identity(folder)
+    if identity in entered:
+        return
+    entered.add(identity)
+    for found in _listing(folder):
+        path = f"{relative}/{found.name}"
+        if found.is_folder:
+            _scan(root, path, extensions, entered, entries, ignored)
+        elif found.num_bytes is not None and found.name.lower().endswith(extensions):
+            entries.append(_Entry(path, found.num_bytes))
+        else:
+            ignored[os.path.splitext(found.name)[1].lower()] += 1
+
+
+def _listing(folder: Path) -> list[_Found]:
+    """What isn't hidden, sorted by name; links are followed."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [_look_at(entry) for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"{folder} can't be listed ({error.strerror})") from error
+    return sorted(found, key=lambda one: one.name)
+
+
+def _look_at(entry: os.DirEntry[str]) -> _Found:
+    try:
+        status = entry.stat()
+    except OSError:  # a link to nothing, or to itself: as a file, it is one that can't be read
+        return _Found(entry.name, is_folder=False, num_bytes=-1)
+    is_file = stat.S_ISREG(status.st_mode)  # a pipe isn't, and would block its reader
+    return _Found(entry.name, stat.S_ISDIR(status.st_mode), status.st_size if is_file else None)
+
+
+def _check_folder(root: Path) -> Path:
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "doesn't exist"
+        raise DataError(f"{root} {what}; name a folder with a sub-folder for each class")
+    return root
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return "missing"
+
+
+def _listed(names: Sequence[str], at_most: int = 5) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
