@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rowmuon.orthogonalize import resolve_coefficients
+from rowmuon.layout import Layout, layout_of
+from rowmuon.orthogonalize import newton_schulz_flops, resolve_coefficients
 from rowmuon.period import check_period
+from rowmuon.routing import default_stack_dims
 from rowmuon.update import AdjustLr
 
 __all__ = ["ADAMW_DEFAULTS", "AdjustLr", "MUON_KEYS", "check_hyper", "complete_group", "name_of"]
@@ -27,6 +29,7 @@ ADAMW_DEFAULTS: Mapping[str, Any] = {
     "fused": None,
     "capturable": False,
 }
+ADAMW_KEYS = ("lr", "weight_decay", "maximize", *ADAMW_DEFAULTS)
 _COMMON = ("params", "param_names", "algorithm")
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
@@ -43,7 +46,7 @@ def complete_group(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> 
     algorithm = group.setdefault("algorithm", "muon")
     if algorithm not in ("muon", "adamw"):
         raise ValueError(f"algorithm={algorithm!r} in a group is neither 'muon' nor 'adamw'")
-    own = MUON_KEYS if algorithm == "muon" else ("lr", "weight_decay", "maximize", *ADAMW_DEFAULTS)
+    own = MUON_KEYS if algorithm == "muon" else ADAMW_KEYS
     for key in group:
         if key not in (*own, *_COMMON, *_SCHEDULERS):
             near = difflib.get_close_matches(key, own, 1)
@@ -62,6 +65,13 @@ def complete_group(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> 
             group.setdefault(key, defaults[key])
     check_hyper(group, f"a group with algorithm={algorithm!r}")
     return group
+
+
+def prune_group(group: dict[str, Any]) -> None:
+    """Takes out what torch filled in from the constructor's defaults but an AdamW group doesn't have."""
+    if group["algorithm"] == "adamw":
+        for key in set(MUON_KEYS) - set(ADAMW_KEYS):
+            group.pop(key, None)
 
 
 def check_hyper(group: Mapping[str, Any], where: str) -> None:
@@ -112,3 +122,35 @@ def name_of(group: Mapping[str, Any], parameter: Tensor) -> str:
     position = next(i for i, p in enumerate(group["params"]) if p is parameter)
     names = group.get("param_names")
     return names[position] if names else f"params[{position}]"
+
+
+def muon_layout(parameter: Tensor, group: Mapping[str, Any], process_group: Any) -> Layout:
+    """The layout of a parameter of a Muon group.
+
+    Raises:
+        ValueError: it can't be worked on (dimensions, dtype, chunks, placements); the parameter is named.
+    """
+    name = name_of(group, parameter)
+    shape = tuple(parameter.shape)
+    if parameter.ndim < 2:
+        raise ValueError(
+            f"parameter {name!r} of shape {shape} is in a Muon group, but Muon needs matrices. Route it to AdamW; if "
+            "it is a flattened parameter of FSDP1, use FSDP2 (torch.distributed.fsdp.fully_shard): it keeps matrices."
+        )
+    if parameter.is_complex() or not parameter.is_floating_point():
+        raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; Muon works on real floating point")
+    stack_dims = group.get("stack_dims")
+    if stack_dims is None:
+        stack_dims = default_stack_dims(parameter.ndim)
+    if not 0 <= stack_dims <= parameter.ndim - 2:
+        raise ValueError(f"parameter {name!r} of shape {shape}: stack_dims={stack_dims} leaves no matrix")
+    if shape[stack_dims] % group["chunks"]:
+        raise ValueError(
+            f"parameter {name!r} of shape {shape}: chunks={group['chunks']} doesn't divide its {shape[stack_dims]} rows"
+        )
+    return layout_of(parameter, name=name, stack_dims=stack_dims, chunks=group["chunks"], process_group=process_group)
+
+
+def flops_per_matrix(layout: Layout, group: Mapping[str, Any]) -> int:
+    """Of orthogonalising one matrix of a parameter of this group."""
+    return newton_schulz_flops(*layout.matrix_shape, group["ns_steps"])

@@ -3,7 +3,7 @@ which parameters refresh, `plan.py` what to do, and lets `runtime.py` do it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -12,17 +12,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowmuon import adamw
-from rowmuon.groups import AdjustLr, check_hyper, complete_group, name_of
-from rowmuon.layout import Layout, layout_of, local_tensor
-from rowmuon.orthogonalize import Triple, newton_schulz_flops, resolve_coefficients
+from rowmuon.groups import (
+    AdjustLr,
+    check_hyper,
+    complete_group,
+    flops_per_matrix,
+    muon_layout,
+    name_of,
+    prune_group,
+)
+from rowmuon.layout import Layout, local_tensor
+from rowmuon.orthogonalize import Triple, resolve_coefficients
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
 from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, plan_hash
 from rowmuon.process_groups import ProcessGroups
-from rowmuon.routing import default_stack_dims
-from rowmuon.runtime import Hyper, Runtime, Shard
+from rowmuon.runtime import Runtime
+from rowmuon.shards import Hyper, Shard, make_shard
 from rowmuon.state import adapt_state_dict, plain_copy
 from rowmuon.traffic import Traffic
-from rowmuon.update import row_step_scale, spectral_scale
 
 __all__ = ["Muon", "PeriodicRowMuon"]
 
@@ -145,6 +152,7 @@ class PeriodicRowMuon(Optimizer):
         """
         group = complete_group(param_group, self.defaults)
         super().add_param_group(group)
+        prune_group(group)
         try:
             layouts = self._check_group(group)
         except ValueError:
@@ -166,7 +174,7 @@ class PeriodicRowMuon(Optimizer):
                     "(to_empty, then its init), then build the optimizer."
                 )
             if group["algorithm"] == "muon":
-                layouts[parameter] = _layout(parameter, group, name, self.process_group)
+                layouts[parameter] = muon_layout(parameter, group, self.process_group)
         return layouts
 
     def _init_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -193,7 +201,7 @@ class PeriodicRowMuon(Optimizer):
         muon = [(group, p) for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         if keep and any(self.state[p]["phase"] for _, p in muon):
             return
-        costs = [_flops(self._layouts[p], group) * self._layouts[p].num_matrices for group, p in muon]
+        costs = [flops_per_matrix(self._layouts[p], group) * self._layouts[p].num_matrices for group, p in muon]
         for (_, p), phase in zip(muon, assign_phases(costs, [g["period"] for g, _ in muon]), strict=True):
             self.state[p]["phase"] = phase
 
@@ -251,7 +259,7 @@ class PeriodicRowMuon(Optimizer):
         return _kind([due for *_, due in self._muon_params()])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step.
 
         Args:
@@ -269,15 +277,15 @@ class PeriodicRowMuon(Optimizer):
             return loss
         muon = self._muon_params()
         kind = _kind([due for *_, due in muon])
-        shards, copies = self._shards(muon)
+        shards = self._shards(muon)
         plan = self._plan(muon)
         if not self._compared:
             self._compare(muon)
         counts = self.traffic[kind]
         counts.num_steps += 1
         self._runtime.execute(plan, shards, counts, fill=self._step_adamw)
-        for target, source in copies:
-            target.copy_(source)
+        for shard in shards:
+            shard.write_back()
         for parameter, _, _ in muon:
             self.state[parameter]["step"] += 1
         return loss
@@ -316,53 +324,20 @@ class PeriodicRowMuon(Optimizer):
                     parameter.dtype,
                     parameter.device.type,
                     kernel,
-                    _flops(layout, group),
+                    flops_per_matrix(layout, group),
                 )
             )
         return entries
 
-    def _shards(
-        self, muon: list[tuple[Tensor, dict[str, Any], bool]]
-    ) -> tuple[list[Shard], list[tuple[Tensor, Tensor]]]:
-        """This rank's tensors as the runtime wants them, and what must be copied back where no view was possible."""
-        shards: list[Shard] = []
-        copies: list[tuple[Tensor, Tensor]] = []
+    def _shards(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> list[Shard]:
         hypers: dict[int, Hyper] = {}
+        shards = []
         for parameter, group, _ in muon:
-            if id(group) not in hypers:
-                hypers[id(group)] = Hyper(
-                    group["lr"],
-                    group["weight_decay"],
-                    group["momentum"],
-                    group["nesterov"],
-                    group["eps"],
-                    group["maximize"],
-                )
+            hyper = hypers.setdefault(id(group), Hyper.of(group))
+            momentum = self.state[parameter]["momentum_buffer"]
             layout = self._layouts[parameter]
-            box = layout.box(self._runtime.rank)
-            views: list[Tensor] = []
-            for tensor in (parameter, self.state[parameter]["momentum_buffer"]):
-                local = local_tensor(tensor)
-                view = _view(local, box.shape)
-                if view is None:
-                    dense = local.contiguous()
-                    copies.append((local, dense))
-                    view = dense.view(box.shape)
-                views.append(view)
-            grad = _gradient(parameter, group)
-            shape, adjust = layout.matrix_shape, group["adjust_lr_fn"]
-            shards.append(
-                Shard(
-                    box,
-                    views[0],
-                    views[1],
-                    None if grad is None else grad.reshape(box.shape),
-                    hypers[id(group)],
-                    spectral_scale(*shape, adjust),
-                    group["row_scale"] * row_step_scale(*shape, adjust),
-                )
-            )
-        return shards, copies
+            shards.append(make_shard(parameter, momentum, layout, self._runtime.rank, group, hyper))
+        return shards
 
     def _step_adamw(self) -> None:
         for group in self.param_groups:
@@ -385,12 +360,12 @@ class PeriodicRowMuon(Optimizer):
         """Once after every change of the groups: all ranks of each process group must be about to do the same."""
         self._compared = True
         entries = self._entries(muon)
-        facts = [(state := self.state[p])["step"] for p, _, _ in muon]
+        steps = [self.state[p]["step"] for p, _, _ in muon]
         for ranks, members in self._process_groups.members(entry.layout for entry in entries).items():
             if self._process_groups.is_fake(ranks):
                 continue
             chosen = [entries[i] for i in members]
-            extra = [(muon[i][1]["period"], facts[i], self.state[muon[i][0]]["phase"]) for i in members]
+            extra = [(muon[i][1]["period"], steps[i], self.state[muon[i][0]]["phase"]) for i in members]
             device = local_tensor(muon[members[0]][0]).device
             number = plan_hash(chosen, self.options, extra)
             self._runtime.compare(ranks, number, device, "parameters, settings or step counts")
@@ -423,49 +398,3 @@ def _kind(due: Sequence[bool]) -> StepKind:
     if all(due):
         return "refresh"
     return "mixed" if any(due) else "row"
-
-
-def _view(tensor: Tensor, shape: tuple[int, int, int]) -> Tensor | None:
-    try:
-        return tensor.view(shape)
-    except RuntimeError:
-        return None
-
-
-def _layout(parameter: Tensor, group: Mapping[str, Any], name: str, process_group: Any) -> Layout:
-    shape = tuple(parameter.shape)
-    if parameter.ndim < 2:
-        raise ValueError(
-            f"parameter {name!r} of shape {shape} is in a Muon group, which needs matrices. Route it to AdamW; if it is "
-            "a flattened parameter of FSDP1, use FSDP2 (torch.distributed.fsdp.fully_shard), which keeps matrices."
-        )
-    if parameter.is_complex() or not parameter.is_floating_point():
-        raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}; Muon works on real floating point")
-    stack_dims = group.get("stack_dims")
-    if stack_dims is None:
-        stack_dims = default_stack_dims(parameter.ndim)
-    if not 0 <= stack_dims <= parameter.ndim - 2:
-        raise ValueError(f"parameter {name!r} of shape {shape}: stack_dims={stack_dims} leaves no matrix")
-    if shape[stack_dims] % group["chunks"]:
-        raise ValueError(
-            f"parameter {name!r} of shape {shape}: chunks={group['chunks']} doesn't divide its {shape[stack_dims]} rows"
-        )
-    return layout_of(parameter, name=name, stack_dims=stack_dims, chunks=group["chunks"], process_group=process_group)
-
-
-def _flops(layout: Layout, group: Mapping[str, Any]) -> int:
-    return newton_schulz_flops(*layout.matrix_shape, group["ns_steps"])
-
-
-def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
-    grad = parameter.grad
-    if grad is None:
-        return None
-    if grad.is_sparse:
-        raise ValueError(f"parameter {name_of(group, parameter)!r} has a sparse gradient; Muon needs a dense one")
-    if getattr(grad, "placements", None) != getattr(parameter, "placements", None):
-        raise ValueError(
-            f"parameter {name_of(group, parameter)!r} is placed {getattr(parameter, 'placements', None)}, its gradient "
-            f"{getattr(grad, 'placements', None)}. Redistribute the gradient before the step."
-        )
-    return local_tensor(grad)

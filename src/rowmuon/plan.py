@@ -10,15 +10,15 @@ import hashlib
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from rowmuon.layout import COLS, ROWS, Box, Layout
+from rowmuon.buckets import Bucket, Matrix, needs_exchange
+from rowmuon.layout import Box, Layout
 
-__all__ = ["Bucket", "Entry", "Matrix", "Piece", "PlanOptions", "Route", "StepPlan", "build_plan", "plan_hash"]
+__all__ = ["Entry", "PlanOptions", "StepPlan", "build_plan", "plan_hash"]
 
 RefreshMode = Literal["exchange", "gather"]
 
@@ -56,198 +56,6 @@ class Entry:
     device: str
     kernel: tuple
     num_flops: int
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Matrix ``index`` of entry ``entry``; ``owner`` = (replica, member of the shard group) that orthogonalises it.
-
-    In local and gather buckets the owner has no meaning and is (0, 0).
-    """
-
-    entry: int
-    index: int
-    box: Box
-    owner: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """``count`` equal boxes of one matrix that lie ``stride`` elements apart in a flat buffer, the first at ``offset``.
-
-    They are adjacent along ``dim`` in the matrix and together make ``box`` (global coordinates). Ranks with equal
-    shards make one piece, so that assembling a matrix takes a few copies, not one per rank.
-    """
-
-    matrix: int
-    box: Box
-    offset: int
-    count: int = 1
-    stride: int = 0
-    dim: int = ROWS
-
-    @property
-    def numel(self) -> int:
-        return self.box.numel
-
-
-@dataclass(frozen=True)
-class Route:
-    """What one rank does in one bucket. Offsets and counts are in elements.
-
-    mine: this rank's part of every matrix of the bucket that it sends (or works on), in the order of the send buffer.
-    send_counts, recv_counts: per member of ``group``; empty where nothing is exchanged.
-    owned: the matrices that this rank orthogonalises, positions in the bucket.
-    assemble: pieces of the received buffer that make up the owned matrices, stacked in the order of ``owned``.
-    home: after the exchange back, this rank's parts of the matrices that its own replica has orthogonalised.
-    shared: with shared replicas, this rank's parts of all matrices in the buffer gathered over ``replicas``.
-    """
-
-    group: tuple[int, ...]
-    mine: tuple[Piece, ...]
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
-    owned: tuple[int, ...]
-    assemble: tuple[Piece, ...]
-    home: tuple[Piece, ...]
-    replicas: tuple[int, ...] = ()
-    share_count: int = 0
-    shared: tuple[Piece, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """Matrices of one shape that are orthogonalised as one stack. Compared by identity.
-
-    kind: "local" (whole on their rank), "gather" (all-gather, every rank computes all) or "exchange" (all-to-all).
-    layouts: of the entries that occur, by entry.
-    shares_replicas: the replicas divide the matrices between them and gather the results.
-    """
-
-    kind: Literal["local", "gather", "exchange"]
-    num_rows: int
-    num_cols: int
-    dtype: torch.dtype
-    comm_dtype: torch.dtype
-    num_flops: int
-    matrices: tuple[Matrix, ...]
-    layouts: dict[int, Layout] = field(repr=False)
-    shares_replicas: bool = False
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Any of the layouts: grid and axes are the same for all."""
-        return self.layouts[self.matrices[0].entry]
-
-    @property
-    def matrix_numel(self) -> int:
-        return self.num_rows * self.num_cols
-
-    def part(self, position: int, rank: int) -> Box:
-        """What ``rank`` holds of the matrix at ``position``."""
-        matrix = self.matrices[position]
-        return matrix.box.intersect(self.layouts[matrix.entry].box(rank))
-
-    def parts(self, positions: Sequence[int], rank: int, offset: int = 0) -> Iterator[Piece]:
-        """This rank's non-empty parts of those matrices, laid one after another from ``offset``."""
-        for position in positions:
-            box = self.part(position, rank)
-            if box.numel:
-                yield Piece(position, box, offset)
-                offset += box.numel
-
-    def route(self, rank: int) -> Route:
-        """What ``rank`` does in this bucket."""
-        if self.kind == "local":
-            return self._local_route(rank)
-        return self._gather_route(rank) if self.kind == "gather" else self._exchange_route(rank)
-
-    def _local_route(self, rank: int) -> Route:
-        mine = tuple(self.parts(range(len(self.matrices)), rank))
-        owned = tuple(piece.matrix for piece in mine)
-        return Route((rank,), mine, (), (), owned, mine, mine)
-
-    def _gather_route(self, rank: int) -> Route:
-        group = self.layout.shard_group(rank)
-        everything = range(len(self.matrices))
-        held = [tuple(self.parts(everything, member)) for member in group]
-        padded = max(sum(piece.numel for piece in pieces) for pieces in held)
-        mine = held[group.index(rank)]
-        assemble = merge_pieces([_shift(p, i * padded) for i, pieces in enumerate(held) for p in pieces])
-        return Route(group, mine, (padded,), (padded,) * len(group), tuple(everything), assemble, mine)
-
-    def _exchange_route(self, rank: int) -> Route:
-        layout = self.layout
-        group, replicas = layout.shard_group(rank), layout.replica_group(rank)
-        member, replica = group.index(rank), replicas.index(rank)
-        if not self.shares_replicas:
-            replica = 0
-        by_owner: dict[tuple[int, int], list[int]] = {}
-        for position, matrix in enumerate(self.matrices):
-            by_owner.setdefault(matrix.owner, []).append(position)
-
-        def parts_of(of_replica: int) -> list[tuple[Piece, ...]]:
-            out, offset = [], 0
-            for owner in range(len(group)):
-                pieces = tuple(self.parts(by_owner.get((of_replica, owner), ()), rank, offset))
-                offset += sum(piece.numel for piece in pieces)
-                out.append(pieces)
-            return out
-
-        per_owner = parts_of(replica)
-        mine = tuple(piece for pieces in per_owner for piece in pieces)
-        owned = tuple(by_owner.get((replica, member), ()))
-        received, counts, offset = [], [], 0
-        for source in group:
-            pieces = tuple(self.parts(owned, source, offset))
-            counts.append(sum(piece.numel for piece in pieces))
-            offset += counts[-1]
-            received += pieces
-        send_counts = tuple(sum(piece.numel for piece in pieces) for pieces in per_owner)
-        route = (group, mine, send_counts, tuple(counts), owned, merge_pieces(received), mine)
-        if not self.shares_replicas:
-            return Route(*route)
-        of_replica = [tuple(p for pieces in parts_of(r) for p in pieces) for r in range(len(replicas))]
-        share_count = max(sum(piece.numel for piece in pieces) for pieces in of_replica)
-        shared = tuple(_shift(p, r * share_count) for r, pieces in enumerate(of_replica) for p in pieces)
-        return Route(*route, replicas, share_count, shared)
-
-
-def _shift(piece: Piece, offset: int) -> Piece:
-    return Piece(piece.matrix, piece.box, piece.offset + offset)
-
-
-def merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Joins equal boxes that continue each other along rows or columns at equal distances in the buffer."""
-    last_of: dict[int, int] = {}
-    merged: list[Piece] = []
-    for piece in pieces:
-        index = last_of.get(piece.matrix)
-        joined = _join(merged[index], piece) if index is not None else None
-        if joined is None:
-            last_of[piece.matrix] = len(merged)
-            merged.append(piece)
-        else:
-            assert index is not None
-            merged[index] = joined
-    return tuple(merged)
-
-
-def _join(run: Piece, piece: Piece) -> Piece | None:
-    step = piece.offset - (run.offset + (run.count - 1) * run.stride)
-    if run.count > 1 and step != run.stride:
-        return None
-    for dim in (ROWS, COLS):
-        if run.count > 1 and dim != run.dim:
-            continue
-        bounds = list(run.box.bounds)
-        start, stop = bounds[dim]
-        same_elsewhere = all(d == dim or bounds[d] == piece.box.bounds[d] for d in range(3))
-        length = piece.box.bounds[dim][1] - piece.box.bounds[dim][0]
-        if same_elsewhere and piece.box.bounds[dim][0] == stop and length * run.count == stop - start:
-            bounds[dim] = (start, piece.box.bounds[dim][1])
-            return Piece(run.matrix, Box((bounds[0], bounds[1], bounds[2])), run.offset, run.count + 1, step, dim)
-    return None
 
 
 # ------------------------------------------------------------------------------------------------ the whole step
@@ -316,16 +124,6 @@ def _bucket_bytes(bucket: Bucket, rank: int) -> Iterator[int]:
         yield (len(route.replicas) - 1) * route.share_count * itemsize
 
 
-@lru_cache(maxsize=4096)
-def _all_whole(layouts: tuple[Layout, ...]) -> bool:
-    return all(layout.matrices_are_whole for layout in layouts)
-
-
-def needs_exchange(bucket: Bucket) -> bool:
-    """False where every matrix is whole on its owner, so that only replicas have something to tell each other."""
-    return bucket.kind == "exchange" and not _all_whole(tuple(bucket.layouts.values()))
-
-
 def build_plan(entries: Sequence[Entry], refreshing: Sequence[int], options: PlanOptions) -> StepPlan:
     """The plan of a step in which the entries ``refreshing`` (positions) refresh and all others take a row step."""
     chosen = set(refreshing)
@@ -352,8 +150,6 @@ def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], opt
         alone, together = (assign_owners(matrices, entries, share) for share in (False, True))
         shares = _sharing_pays(alone, together, entries, options)
         matrices = together if shares else alone
-        if not shares and all(entries[i].layout.matrices_are_whole for i in members):
-            kind = "local"
     classes: dict[tuple, list[Matrix]] = {}
     for matrix in matrices:
         entry = entries[matrix.entry]
@@ -363,13 +159,15 @@ def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], opt
         classes.items(), key=lambda item: -entries[item[1][0].entry].num_flops * len(item[1])
     ):
         for part in _cut(of_class, num_rows * num_cols, kind, entries, dtype, options):
+            nothing_to_send = not shares and all(entries[m.entry].layout.matrices_are_whole for m in part)
+            kind_here = "local" if kind == "exchange" and nothing_to_send else kind
             buckets.append(
                 Bucket(
-                    kind,  # type: ignore[arg-type]
+                    kind_here,  # type: ignore[arg-type]
                     num_rows,
                     num_cols,
                     dtype,
-                    options.comm_dtype if kind != "local" else dtype,
+                    options.comm_dtype if kind_here != "local" else dtype,
                     entries[part[0].entry].num_flops,
                     tuple(part),
                     {matrix.entry: entries[matrix.entry].layout for matrix in part},
@@ -452,7 +250,7 @@ def _busiest(matrices: Sequence[Matrix], entries: Sequence[Entry]) -> int:
 def _cut(
     matrices: list[Matrix], numel: int, kind: str, entries: Sequence[Entry], dtype: torch.dtype, options: PlanOptions
 ) -> Iterator[list[Matrix]]:
-    """Cuts a class into buckets whose stack of matrices fits ``bucket_bytes`` on every rank (one matrix always fits)."""
+    """Cuts a class into buckets whose stack fits ``bucket_bytes`` on every rank; one matrix always fits."""
     itemsize = dtype.itemsize if kind == "local" else options.comm_dtype.itemsize
     most = max(1, options.bucket_bytes // (numel * itemsize))
     part: list[Matrix] = []

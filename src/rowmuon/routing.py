@@ -155,8 +155,8 @@ def param_groups(
 def _check_muon(name: str, parameter: Tensor, rule: Rule) -> None:
     if parameter.ndim < 2:
         raise ValueError(
-            f"rule {rule.pattern!r} sends {name!r} of shape {tuple(parameter.shape)} to Muon, which needs a matrix. Put "
-            "a rule for vectors before it: Rule('.*', 'adamw', max_ndim=1)."
+            f"rule {rule.pattern!r} sends {name!r} of shape {tuple(parameter.shape)} to Muon, which needs a matrix. "
+            "Put a rule for vectors before it: Rule('.*', 'adamw', max_ndim=1)."
         )
     stack_dims = rule.stack_dims if rule.stack_dims is not None else default_stack_dims(parameter.ndim)
     if stack_dims >= parameter.ndim - 1:

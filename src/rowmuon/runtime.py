@@ -7,7 +7,6 @@ Every rank issues the same collectives in the same order, whatever it holds and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,50 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowmuon.layout import ROWS, Box
+from rowmuon.buckets import Bucket, Route, needs_exchange
 from rowmuon.orthogonalize import newton_schulz
-from rowmuon.plan import Bucket, Piece, Route, StepPlan, needs_exchange
-from rowmuon.traffic import StepTraffic
-from rowmuon.update import (
-    apply_direction_,
-    apply_split_row_step_,
-    row_step_,
-    split_row_sums_,
-    update_momentum_,
-    write_direction,
+from rowmuon.plan import StepPlan
+from rowmuon.shards import (
+    Shard,
+    apply_part,
+    apply_whole_rows,
+    assemble,
+    disassemble,
+    finish_split_rows,
+    row_sums,
+    take_gradient,
+    with_gradients,
+    write_part,
 )
+from rowmuon.traffic import StepTraffic
 
-__all__ = ["Hyper", "Runtime", "Shard"]
-
-
-@dataclass
-class Hyper:
-    """A group's settings in this step. ``lr`` may be a 0-dim tensor and is never read back."""
-
-    lr: float | Tensor
-    weight_decay: float
-    beta: float
-    nesterov: bool
-    eps: float
-    maximize: bool
-
-
-@dataclass
-class Shard:
-    """One Muon parameter's tensors on this rank, as (stack, rows, columns) views of what ``box`` covers.
-
-    A missing gradient leaves weight and momentum as they are; the momentum then stands for the direction in what other
-    ranks are owed.
-    """
-
-    box: Box
-    weight: Tensor
-    momentum: Tensor
-    grad: Tensor | None
-    hyper: Hyper
-    spectral_scale: float
-    row_scale: float
-    has_momentum: bool = False  # whether this step's gradient is in the momentum already
+__all__ = ["Runtime"]
 
 
 @dataclass
@@ -130,42 +103,30 @@ class Runtime:
             self._apply(returning.pop(0), shards)
 
     def _whole_rows(self, plan: StepPlan, shards: Sequence[Shard]) -> None:
-        by_group: dict[int, list[Shard]] = {}
-        for index in plan.rows:
-            shard = shards[index]
-            if shard.grad is not None and not plan.entries[index].layout.column_axes:
-                by_group.setdefault(id(shard.hyper), []).append(shard)
-        for members in by_group.values():
-            hyper = members[0].hyper
-            row_step_(
-                [shard.weight.flatten(0, 1) for shard in members],
-                [shard.momentum.flatten(0, 1) for shard in members],
-                [shard.grad.flatten(0, 1) for shard in members if shard.grad is not None],
-                lr=hyper.lr,
-                weight_decay=hyper.weight_decay,
-                beta=hyper.beta,
-                nesterov=hyper.nesterov,
-                scales=[shard.row_scale for shard in members],
-                eps=hyper.eps,
-                maximize=hyper.maximize,
-            )
+        apply_whole_rows([shards[index] for index in plan.rows if not plan.entries[index].layout.column_axes])
 
     def _start_split_rows(
         self, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic
     ) -> list[Callable[[], None]]:
         """Adds up the partial row sums of all parameters whose rows are split: one all-reduce per process group."""
-        finishers = []
+        finishers: list[Callable[[], None]] = []
         for ranks, members in plan.split_rows(self.rank).items():
-            parts = [_row_sums(shards[index]) for index in members]
+            parts = [row_sums(shards[index]) for index in members]
             total = torch.cat(parts)
             counts.num_collectives += 1
             counts.bytes_sent += 2 * (len(ranks) - 1) * total.numel() * total.element_size() // len(ranks)
             work = dist.all_reduce(total, group=self.group_of(ranks), async_op=True)
 
-            def finish(members=members, parts=parts, total=total, work=work) -> None:
+            def finish(
+                members: tuple[int, ...] = members,
+                parts: list[Tensor] = parts,
+                total: Tensor = total,
+                work: dist.Work | None = work,
+            ) -> None:
+                assert work is not None
                 work.wait()
                 for index, sums in zip(members, total.split([part.numel() for part in parts]), strict=True):
-                    _apply_split_row(shards[index], sums)
+                    finish_split_rows(shards[index], sums)
 
             finishers.append(finish)
         return finishers
@@ -178,14 +139,14 @@ class Runtime:
         if route is None:
             route = self._routes[bucket] = bucket.route(self.rank)
         if bucket.kind == "local":
-            route = _with_gradients(bucket, route, shards)
+            route = with_gradients(bucket, route, shards)
         for entry in bucket.layouts:
-            _update_momentum(shards[entry])
+            take_gradient(shards[entry])
         flight = _Flight(bucket, route)
         numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
         send = self._empty(numel, bucket, shards)
         for piece in route.mine:
-            _write_part(shards[bucket.matrices[piece.matrix].entry], piece, send)
+            write_part(shards[bucket.matrices[piece.matrix].entry], piece, send)
         if bucket.kind == "gather":
             flight.received = self._empty(numel * len(route.group), bucket, shards)
             flight.work = self._all_gather(flight.received, send, route.group, counts)
@@ -203,7 +164,7 @@ class Runtime:
         """Puts a bucket's matrices together, orthogonalises them, and sends every rank its rows."""
         bucket, route = flight.bucket, flight.route
         received = flight.wait()
-        stack = _assemble(bucket, route, received)
+        stack = assemble(bucket, route, received)
         del received
         coefficients, eps, dtype = plan.entries[bucket.matrices[0].entry].kernel
         counts.num_orthogonalizations += stack.shape[0]
@@ -212,12 +173,10 @@ class Runtime:
             slot = {position: i for i, position in enumerate(route.owned)}
             for piece in route.home:
                 matrix = bucket.matrices[piece.matrix]
-                _apply_part(
-                    shards[matrix.entry], piece.box, stack[slot[piece.matrix]][piece.box.slices(matrix.box)[1:]]
-                )
+                apply_part(shards[matrix.entry], piece.box, stack[slot[piece.matrix]][piece.box.slices(matrix.box)[1:]])
             return
         if needs_exchange(bucket):
-            send = _disassemble(bucket, route, stack)
+            send = disassemble(bucket, route, stack)
             home_numel = sum(route.send_counts)
             flight.received = self._empty(max(home_numel, route.share_count), bucket, shards)
             flight.work = self._all_to_all(
@@ -246,7 +205,7 @@ class Runtime:
         received = flight.wait()
         for piece in route.shared if bucket.shares_replicas else route.home:
             part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
-            _apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
+            apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
 
     def _empty(self, numel: int, bucket: Bucket, shards: Sequence[Shard]) -> Tensor:
         return torch.empty(numel, dtype=bucket.comm_dtype, device=shards[bucket.matrices[0].entry].weight.device)
@@ -294,133 +253,3 @@ class Runtime:
                 f"rank(s) {odd} of the process group {list(ranks)} would do something else in this step: their {what} "
                 "differ. Give every rank the same parameters in the same order, the same groups and the same settings."
             )
-
-
-# ------------------------------------------------------------------------------------------- on one rank's tensors
-
-
-def _row_sums(shard: Shard) -> Tensor:
-    momentum = shard.momentum.flatten(0, 1)
-    if shard.grad is None:
-        sums = torch.linalg.vector_norm(momentum, dim=1, dtype=torch.promote_types(momentum.dtype, torch.float32))
-        return sums.square_()
-    h = shard.hyper
-    grad = shard.grad.flatten(0, 1)
-    return split_row_sums_(momentum, grad, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
-
-
-def _apply_split_row(shard: Shard, sums: Tensor) -> None:
-    if shard.grad is None:
-        return
-    h = shard.hyper
-    apply_split_row_step_(
-        shard.weight.flatten(0, 1),
-        shard.momentum.flatten(0, 1),
-        shard.grad.flatten(0, 1),
-        sums,
-        lr=h.lr,
-        weight_decay=h.weight_decay,
-        beta=h.beta,
-        nesterov=h.nesterov,
-        scale=shard.row_scale,
-        eps=h.eps,
-        maximize=h.maximize,
-    )
-
-
-def _update_momentum(shard: Shard) -> None:
-    """Once a step, whether this rank sends anything of it or not: a replica's momentum must not fall behind."""
-    if shard.grad is None or shard.has_momentum:
-        return
-    momentum, grad = shard.momentum.flatten(0, 1), shard.grad.flatten(0, 1)
-    update_momentum_(momentum, grad, beta=shard.hyper.beta, maximize=shard.hyper.maximize)
-    shard.has_momentum = True
-
-
-def _write_part(shard: Shard, piece: Piece, buffer: Tensor) -> None:
-    """Writes the direction in ``piece`` into its place in a flat buffer."""
-    out = buffer[piece.offset : piece.offset + piece.numel].view(piece.box.shape)[0]
-    where = piece.box.slices(shard.box)
-    where = (where[0].start, *where[1:])  # type: ignore[assignment]
-    h = shard.hyper
-    if shard.grad is None:
-        out.copy_(shard.momentum[where])
-        return
-    write_direction(
-        shard.momentum[where], shard.grad[where], out, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize
-    )
-
-
-def _apply_part(shard: Shard, box: Box, part: Tensor) -> None:
-    if shard.grad is None:
-        return
-    where = box.slices(shard.box)
-    weight = shard.weight[where].squeeze(0)
-    apply_direction_(
-        weight,
-        part.view(weight.shape),
-        lr=shard.hyper.lr,
-        weight_decay=shard.hyper.weight_decay,
-        scale=shard.spectral_scale,
-    )
-
-
-def _with_gradients(bucket: Bucket, route: Route, shards: Sequence[Shard]) -> Route:
-    """A local bucket without the matrices that have no gradient: nobody else waits for them."""
-    owned = tuple(p for p in route.owned if shards[bucket.matrices[p].entry].grad is not None)
-    if owned == route.owned:
-        return route
-    mine = tuple(bucket.parts(owned, route.group[0]))
-    return Route(route.group, mine, (), (), owned, mine, mine)
-
-
-def _assemble(bucket: Bucket, route: Route, received: Tensor) -> Tensor:
-    """The owned matrices, stacked: (number owned, rows, columns). A view where they already lie like that."""
-    shape = (len(route.owned), bucket.num_rows, bucket.num_cols)
-    if received.numel() == math.prod(shape) and _lies_in_order(bucket, route):
-        return received.view(shape)
-    stack = received.new_empty(shape)
-    for part, buffer in _piece_views(bucket, route, stack, received):
-        part.copy_(buffer)
-    return stack
-
-
-def _disassemble(bucket: Bucket, route: Route, stack: Tensor) -> Tensor:
-    """The inverse of `_assemble`, into a buffer in the dtype of communication."""
-    if _lies_in_order(bucket, route) and sum(route.recv_counts) == stack.numel():
-        return stack.to(bucket.comm_dtype).flatten()
-    send = stack.new_empty(sum(route.recv_counts), dtype=bucket.comm_dtype)
-    for part, buffer in _piece_views(bucket, route, stack, send):
-        buffer.copy_(part)
-    return send
-
-
-def _lies_in_order(bucket: Bucket, route: Route) -> bool:
-    """Whether the buffer holds the owned matrices one after another, each in row-major order."""
-    offset = 0
-    for piece in route.assemble:
-        num_rows, num_cols = piece.box.shape[1:]
-        contiguous = num_cols == bucket.num_cols and (
-            piece.count == 1 or (piece.dim == ROWS and piece.stride * piece.count == piece.numel)
-        )
-        if piece.offset != offset or not contiguous or num_rows == 0:
-            return False
-        offset += piece.numel
-    return offset == len(route.owned) * bucket.matrix_numel
-
-
-def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor):
-    """Pairs of equal-shaped views: where each piece belongs in the stack, and where it lies in the buffer."""
-    slot = {position: i for i, position in enumerate(route.owned)}
-    for piece in route.assemble:
-        part = stack[slot[piece.matrix]][piece.box.slices(bucket.matrices[piece.matrix].box)[1:]]
-        num_rows, num_cols = part.shape
-        if piece.dim == ROWS:
-            rows = num_rows // piece.count
-            part = part.unflatten(0, (piece.count, rows))
-            size, stride = (piece.count, rows, num_cols), (piece.stride, num_cols, 1)
-        else:
-            cols = num_cols // piece.count
-            part = part.unflatten(1, (piece.count, cols)).transpose(0, 1)
-            size, stride = (piece.count, num_rows, cols), (piece.stride, cols, 1)
-        yield part, buffer.as_strided(size, stride, buffer.storage_offset() + piece.offset)

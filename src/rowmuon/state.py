@@ -40,7 +40,7 @@ def adapt_state_dict(state_dict: dict[str, Any], optimizer: PeriodicRowMuon) -> 
                 f"in a group with algorithm={group['algorithm']!r}"
             )
         problems += _routing_problems(saved, group)
-        foreign_momentum = saved.get("mu", saved.get("momentum", 0.95))
+        foreign_momentum = float(saved.get("mu") or saved.get("momentum") or 0.0)
         for key, value in group.items():
             if key != "params":
                 saved.setdefault(key, value)

@@ -1,0 +1,263 @@
+"""One parameter's tensors on this rank, and what a step does to parts of them. Local arithmetic and copies only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rowmuon.buckets import Bucket, Piece, Route
+from rowmuon.groups import name_of
+from rowmuon.layout import ROWS, Box, Layout, local_tensor
+from rowmuon.update import (
+    apply_direction_,
+    apply_split_row_step_,
+    row_step_,
+    row_step_scale,
+    spectral_scale,
+    split_row_sums_,
+    update_momentum_,
+    write_direction,
+)
+
+__all__ = ["Hyper", "Shard", "make_shard"]
+
+
+@dataclass
+class Hyper:
+    """A group's settings in this step. ``lr`` may be a 0-dim tensor and is never read back."""
+
+    lr: float | Tensor
+    weight_decay: float
+    beta: float
+    nesterov: bool
+    eps: float
+    maximize: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Hyper:
+        names = ("lr", "weight_decay", "momentum", "nesterov", "eps", "maximize")
+        return cls(*(group[name] for name in names))
+
+
+@dataclass
+class Shard:
+    """One Muon parameter's tensors on this rank, as (stack, rows, columns) views of what ``box`` covers.
+
+    A missing gradient leaves weight and momentum as they are; the momentum then stands for the direction in what other
+    ranks are owed.
+    """
+
+    box: Box
+    weight: Tensor
+    momentum: Tensor
+    grad: Tensor | None
+    hyper: Hyper
+    spectral_scale: float
+    row_scale: float
+    has_momentum: bool = False  # whether this step's gradient is in the momentum already
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tensor, its copy where no view was possible)
+
+    def write_back(self) -> None:
+        """After the step: where a tensor's strides allowed no view of it as matrices, its copy goes back into it."""
+        for tensor, copy in self.copies:
+            tensor.copy_(copy.view(tensor.shape))
+
+
+def make_shard(
+    parameter: Tensor, momentum: Tensor, layout: Layout, rank: int, group: Mapping[str, Any], hyper: Hyper
+) -> Shard:
+    """This rank's part of a parameter. Its gradient must be placed as it is.
+
+    Raises:
+        ValueError: a sparse or otherwise placed gradient; the parameter is named.
+    """
+    box = layout.box(rank)
+    copies: list[tuple[Tensor, Tensor]] = []
+    views = []
+    for tensor in (parameter, momentum):
+        local = local_tensor(tensor)
+        view = _view(local, box.shape)
+        if view is None:
+            view = local.reshape(box.shape)
+            copies.append((local, view))
+        views.append(view)
+    grad = _gradient(parameter, group)
+    spectral = spectral_scale(*layout.matrix_shape, group["adjust_lr_fn"])
+    row = row_step_scale(*layout.matrix_shape, group["adjust_lr_fn"])
+    grad = None if grad is None else grad.reshape(box.shape)
+    return Shard(box, views[0], views[1], grad, hyper, spectral, group["row_scale"] * row, copies=copies)
+
+
+def _view(tensor: Tensor, shape: tuple[int, int, int]) -> Tensor | None:
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        return None
+
+
+def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
+    grad = parameter.grad
+    if grad is None:
+        return None
+    if grad.is_sparse:
+        raise ValueError(f"parameter {name_of(group, parameter)!r} has a sparse gradient; Muon needs a dense one")
+    if getattr(grad, "placements", None) != getattr(parameter, "placements", None):
+        raise ValueError(
+            f"parameter {name_of(group, parameter)!r} is placed {getattr(parameter, 'placements', None)}, its gradient "
+            f"{getattr(grad, 'placements', None)}. Redistribute the gradient before the step."
+        )
+    return local_tensor(grad)
+
+
+def row_sums(shard: Shard) -> Tensor:
+    momentum = shard.momentum.flatten(0, 1)
+    if shard.grad is None:
+        sums = torch.linalg.vector_norm(momentum, dim=1, dtype=torch.promote_types(momentum.dtype, torch.float32))
+        return sums.square_()
+    h = shard.hyper
+    grad = shard.grad.flatten(0, 1)
+    return split_row_sums_(momentum, grad, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
+
+
+def finish_split_rows(shard: Shard, sums: Tensor) -> None:
+    if shard.grad is None:
+        return
+    h = shard.hyper
+    apply_split_row_step_(
+        shard.weight.flatten(0, 1),
+        shard.momentum.flatten(0, 1),
+        shard.grad.flatten(0, 1),
+        sums,
+        lr=h.lr,
+        weight_decay=h.weight_decay,
+        beta=h.beta,
+        nesterov=h.nesterov,
+        scale=shard.row_scale,
+        eps=h.eps,
+        maximize=h.maximize,
+    )
+
+
+def take_gradient(shard: Shard) -> None:
+    """Once a step, whether this rank sends anything of it or not: a replica's momentum must not fall behind."""
+    if shard.grad is None or shard.has_momentum:
+        return
+    momentum, grad = shard.momentum.flatten(0, 1), shard.grad.flatten(0, 1)
+    update_momentum_(momentum, grad, beta=shard.hyper.beta, maximize=shard.hyper.maximize)
+    shard.has_momentum = True
+
+
+def write_part(shard: Shard, piece: Piece, buffer: Tensor) -> None:
+    """Writes the direction in ``piece`` into its place in a flat buffer."""
+    out = buffer[piece.offset : piece.offset + piece.numel].view(piece.box.shape)[0]
+    where = piece.box.slices(shard.box)
+    where = (where[0].start, *where[1:])
+    h = shard.hyper
+    if shard.grad is None:
+        out.copy_(shard.momentum[where])
+        return
+    write_direction(
+        shard.momentum[where], shard.grad[where], out, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize
+    )
+
+
+def apply_part(shard: Shard, box: Box, part: Tensor) -> None:
+    if shard.grad is None:
+        return
+    where = box.slices(shard.box)
+    weight = shard.weight[where].squeeze(0)
+    apply_direction_(
+        weight,
+        part.view(weight.shape),
+        lr=shard.hyper.lr,
+        weight_decay=shard.hyper.weight_decay,
+        scale=shard.spectral_scale,
+    )
+
+
+def with_gradients(bucket: Bucket, route: Route, shards: Sequence[Shard]) -> Route:
+    """A local bucket without the matrices that have no gradient: nobody else waits for them."""
+    owned = tuple(p for p in route.owned if shards[bucket.matrices[p].entry].grad is not None)
+    if owned == route.owned:
+        return route
+    mine = tuple(bucket.parts(owned, route.group[0]))
+    return Route(route.group, mine, (), (), owned, mine, mine)
+
+
+def assemble(bucket: Bucket, route: Route, received: Tensor) -> Tensor:
+    """The owned matrices, stacked: (number owned, rows, columns). A view where they already lie like that."""
+    shape = (len(route.owned), bucket.num_rows, bucket.num_cols)
+    if received.numel() == math.prod(shape) and _lies_in_order(bucket, route):
+        return received.view(shape)
+    stack = received.new_empty(shape)
+    for part, buffer in _piece_views(bucket, route, stack, received):
+        part.copy_(buffer)
+    return stack
+
+
+def disassemble(bucket: Bucket, route: Route, stack: Tensor) -> Tensor:
+    """The inverse of `assemble`, into a buffer in the dtype of communication."""
+    if _lies_in_order(bucket, route) and sum(route.recv_counts) == stack.numel():
+        return stack.to(bucket.comm_dtype).flatten()
+    send = stack.new_empty(sum(route.recv_counts), dtype=bucket.comm_dtype)
+    for part, buffer in _piece_views(bucket, route, stack, send):
+        buffer.copy_(part)
+    return send
+
+
+def _lies_in_order(bucket: Bucket, route: Route) -> bool:
+    """Whether the buffer holds the owned matrices one after another, each in row-major order."""
+    offset = 0
+    for piece in route.assemble:
+        num_rows, num_cols = piece.box.shape[1:]
+        contiguous = num_cols == bucket.num_cols and (
+            piece.count == 1 or (piece.dim == ROWS and piece.stride * piece.count == piece.numel)
+        )
+        if piece.offset != offset or not contiguous or num_rows == 0:
+            return False
+        offset += piece.numel
+    return offset == len(route.owned) * bucket.matrix_numel
+
+
+def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of equal-shaped views: where each piece belongs in the stack, and where it lies in the buffer."""
+    slot = {position: i for i, position in enumerate(route.owned)}
+    for piece in route.assemble:
+        part = stack[slot[piece.matrix]][piece.box.slices(bucket.matrices[piece.matrix].box)[1:]]
+        num_rows, num_cols = part.shape
+        if piece.dim == ROWS:
+            rows = num_rows // piece.count
+            part = part.unflatten(0, (piece.count, rows))
+            size, stride = (piece.count, rows, num_cols), (piece.stride, num_cols, 1)
+        else:
+            cols = num_cols // piece.count
+            part = part.unflatten(1, (piece.count, cols)).transpose(0, 1)
+            size, stride = (piece.count, num_rows, cols), (piece.stride, cols, 1)
+        yield part, buffer.as_strided(size, stride, buffer.storage_offset() + piece.offset)
+
+
+def apply_whole_rows(shards: Sequence[Shard]) -> None:
+    """The row step of parameters whose rows are whole here, all of a group in one call."""
+    by_group: dict[int, list[Shard]] = {}
+    for shard in shards:
+        if shard.grad is not None:
+            by_group.setdefault(id(shard.hyper), []).append(shard)
+    for members in by_group.values():
+        hyper = members[0].hyper
+        row_step_(
+            [shard.weight.flatten(0, 1) for shard in members],
+            [shard.momentum.flatten(0, 1) for shard in members],
+            [shard.grad.flatten(0, 1) for shard in members if shard.grad is not None],
+            lr=hyper.lr,
+            weight_decay=hyper.weight_decay,
+            beta=hyper.beta,
+            nesterov=hyper.nesterov,
+            scales=[shard.row_scale for shard in members],
+            eps=hyper.eps,
+            maximize=hyper.maximize,
+        )
