@@ -8,7 +8,7 @@ the batch size, nor on the number of ranks, nor on what was drawn before, and a 
 How: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), NumPy's implementation.
 
     key     (128 bits)  BLAKE2b of (seed, purpose)
-    counter (256 bits)  (block, 0, index, 0): each index owns 2^128 blocks of four 64-bit words
+    counter (256 bits)  (block, 0, index, 0), block = 1, 2, ...: each index owns 2^128 blocks of four 64-bit words
 
 One word is one number. NumPy promises that a bit generator's words never change, but not what its ``Generator`` makes
 of them; hence words become numbers here, by arithmetic that is exact (uniforms, permutations) or done in float64 and

@@ -4,7 +4,7 @@
 
 ``velocity(x, t)`` gets t as a 0-dimensional tensor; ``times`` is the grid, (num_steps + 1,), any direction (an image
 needs 1 to 0); ``callback(step, t, x)`` is called after every step with the time and the state that it reached. ``x`` is
-never written to.
+never written to. Gradients are the caller's choice (``torch.no_grad()``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ Callback = Callable[[int, Tensor, Tensor], None]
 Sampler = Callable[..., Tensor]
 
 
-def time_grid(num_steps: int, *, device: torch.device | str | None = None) -> Tensor:
+def time_grid(num_steps: int) -> Tensor:
     """The evenly spaced grid from noise to data: 1, 1 - 1/n, ..., 0.
 
     Args:
         num_steps: n >= 1.
-        device: where the grid shall lie; the samplers need it where x is.
 
     Returns:
-        (num_steps + 1,) float32, descending, both ends exact.
+        (num_steps + 1,) float32 on the CPU, descending, both ends exact. The samplers move it to where x is.
 
     Raises:
         ValueError: num_steps < 1.
@@ -39,7 +38,7 @@ def time_grid(num_steps: int, *, device: torch.device | str | None = None) -> Te
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; sampling needs at least 1 step")
-    return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).to(device=device, dtype=torch.float32)
+    return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64, device="cpu").float()
 
 
 def euler(velocity: Velocity, x: Tensor, times: Tensor, callback: Callback | None = None) -> Tensor:
@@ -57,7 +56,7 @@ def euler(velocity: Velocity, x: Tensor, times: Tensor, callback: Callback | Non
     Raises:
         ValueError: a grid without a step.
     """
-    for step, (t, t_next) in enumerate(_intervals(times)):
+    for step, (t, t_next) in enumerate(_intervals(times, x.device)):
         x = x + (t_next - t) * velocity(x, t)
         if callback is not None:
             callback(step, t_next, x)
@@ -69,7 +68,7 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, callback: Callback | None
 
     Args, Returns, Raises: as for :func:`euler`.
     """
-    for step, (t, t_next) in enumerate(_intervals(times)):
+    for step, (t, t_next) in enumerate(_intervals(times, x.device)):
         h = t_next - t
         v = velocity(x, t)
         x = x + (h / 2) * (v + velocity(x + h * v, t_next))
@@ -78,9 +77,10 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor, callback: Callback | None
     return x
 
 
-def _intervals(times: Tensor) -> zip[tuple[Tensor, Tensor]]:
+def _intervals(times: Tensor, device: torch.device) -> zip[tuple[Tensor, Tensor]]:
     if times.ndim != 1 or len(times) < 2:
         raise ValueError(f"times has shape {tuple(times.shape)}; a grid of at least two times is needed")
+    times = times.to(device)
     return zip(times[:-1].unbind(), times[1:].unbind(), strict=True)
 
 

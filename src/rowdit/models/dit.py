@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rowdit import streams
+from rowdit.models.init import initial_value, sincos_positions
 
 TIME_FREQUENCIES = 256  # width of the sinusoidal time embedding
 TIME_SCALE = 1000.0  # t in [0, 1] becomes 0..1000, the range that the embedding's frequencies were made for
@@ -59,6 +59,8 @@ class DiTConfig:
         for name in ("image_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads", "num_classes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.mlp_size < 1:
+            raise ValueError(f"mlp_ratio is {self.mlp_ratio}; the MLP needs a width of at least 1")
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size {self.image_size} isn't divisible by patch_size {self.patch_size}; "
@@ -150,21 +152,9 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Write the initial weights, as the published model draws them: adaLN and the final layer zero, the rest of the
-        linear layers Xavier-uniform with zero bias, time and class embeddings normal with deviation 0.02.
-
-        Row i of a parameter depends on (seed, the parameter's name, i) alone: not on device, dtype or other parameters.
-        """
+        """Write the initial weights (:func:`initial_value`) and the fixed positions, in place."""
         for name, parameter in self.named_parameters():
-            rows = parameter.view(len(parameter), -1)
-            if name.endswith("bias") or "adaLN_modulation" in name or name.startswith("final_layer"):
-                value = torch.zeros(rows.shape)
-            elif name.startswith(("t_embedder", "y_embedder")):
-                value = 0.02 * streams.normal(seed, f"init/{name}", range(rows.shape[0]), rows.shape[1:])
-            else:
-                bound = math.sqrt(6 / (rows.shape[0] + rows.shape[1]))
-                value = bound * (2 * streams.uniform(seed, f"init/{name}", range(rows.shape[0]), rows.shape[1:]) - 1)
-            rows.copy_(value)
+            parameter.copy_(initial_value(name, parameter.shape, seed))
         self.pos_embed.copy_(sincos_positions(self.config.hidden_size, self.config.side))
 
 
@@ -273,21 +263,6 @@ class FinalLayer(nn.Module):
 def modulate(x_BTD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
     """x * (1 + scale) + shift, each image by its own two vectors."""
     return torch.addcmul(shift_B1D, x_BTD, 1 + scale_B1D)
-
-
-def sincos_positions(hidden_size: int, side: int) -> Tensor:
-    """Fixed positions of a side x side grid of tokens: a quarter of the width each for sin and cos of the column and of
-    the row, at frequencies 10000^(-i / (D/4)).
-
-    Returns:
-        (1, side^2, D) float32, tokens row by row.
-    """
-    quarter = hidden_size // 4
-    frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
-    angles = torch.arange(side, dtype=torch.float64, device="cpu")[:, None] * frequencies
-    axis = torch.cat([angles.sin(), angles.cos()], dim=1)
-    columns, rows = axis.repeat(side, 1), axis.repeat_interleave(side, dim=0)
-    return torch.cat([columns, rows], dim=1).float()[None]
 
 
 def _nearest_multiples(value: int, step: int) -> str:

@@ -1,8 +1,8 @@
 """Shapes by name, one row each.
 
-S/2 to XL/2 are the published DiT shapes (arXiv:2212.09748, table 1), learned sigma included, for latents of 256x256
-images. The rows from 1.3B on are this project's own choice of depth and width (head dim 128). ``toy`` is for two CPU
-cores: half a million parameters, 49 tokens.
+S/2 to XL/8 are the published DiT shapes (arXiv:2212.09748, table 1; after the slash the patch size), learned sigma
+included, for latents of 256x256 images. The rows from 1.3B on are this project's own choice of depth and width (head
+dim 128). ``toy`` is for two CPU cores: half a million parameters, 49 tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ _ROWS = (
     # name   image  channels patch  width depth heads classes mlp  sigma
     ("toy",    14,  1,       2,       96,  3,    3,    10,    4.0, False),
     ("S/2",    32,  4,       2,      384, 12,    6,  1000,    4.0, True),
+    ("S/4",    32,  4,       4,      384, 12,    6,  1000,    4.0, True),
+    ("S/8",    32,  4,       8,      384, 12,    6,  1000,    4.0, True),
     ("B/2",    32,  4,       2,      768, 12,   12,  1000,    4.0, True),
+    ("B/4",    32,  4,       4,      768, 12,   12,  1000,    4.0, True),
+    ("B/8",    32,  4,       8,      768, 12,   12,  1000,    4.0, True),
     ("L/2",    32,  4,       2,     1024, 24,   16,  1000,    4.0, True),
+    ("L/4",    32,  4,       4,     1024, 24,   16,  1000,    4.0, True),
+    ("L/8",    32,  4,       8,     1024, 24,   16,  1000,    4.0, True),
     ("XL/2",   32,  4,       2,     1152, 28,   16,  1000,    4.0, True),
+    ("XL/4",   32,  4,       4,     1152, 28,   16,  1000,    4.0, True),
+    ("XL/8",   32,  4,       8,     1152, 28,   16,  1000,    4.0, True),
     ("1.3B",   32,  4,       2,     1536, 30,   12,  1000,    4.0, False),
     ("2B",     32,  4,       2,     2048, 26,   16,  1000,    4.0, False),
     ("4B",     32,  4,       2,     2560, 34,   20,  1000,    4.0, False),
