@@ -1,6 +1,7 @@
 """Periodic Row-wise Muon for any PyTorch training loop. These are all the public names."""
 
 from rowmuon import rules
+from rowmuon.clipping import clip_grad_norm_
 from rowmuon.optimizer import Muon, PeriodicRowMuon
 from rowmuon.orthogonalize import COEFFICIENTS, newton_schulz, newton_schulz_flops
 from rowmuon.routing import ParamGroups, Rule, param_groups
@@ -15,6 +16,7 @@ __all__ = [
     "Rule",
     "StepTraffic",
     "Traffic",
+    "clip_grad_norm_",
     "convert_lr",
     "newton_schulz",
     "newton_schulz_flops",

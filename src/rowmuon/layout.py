@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Box", "Grid", "Layout", "Split", "layout_of", "local_layout", "local_tensor"]
 
@@ -263,7 +265,7 @@ def layout_of(
         ranks = tuple(torch.distributed.get_process_group_ranks(process_group))
         return Layout(shape, stack_dims, chunks, Grid((len(ranks),), tuple(sorted(ranks))))
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    grid = Grid(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    grid = grid_of(mesh)
     splits = tuple(
         _split(axis, tensor_dim, grid, shape, stack_dims, f"parameter {name!r} {shape}, placements {placements}")
         for axis, tensor_dim in _split_order(placements, grid, f"parameter {name!r} {shape}")
@@ -279,6 +281,13 @@ def layout_of(
                 "(fully_shard, distribute_tensor and parallelize_module do)."
             )
     return layout
+
+
+@lru_cache(maxsize=256)
+def grid_of(mesh: DeviceMesh) -> Grid:
+    """The ranks of a device mesh. Read outside of any fake mode: they're facts about the cluster, not tensor data."""
+    with _disable_current_modes():
+        return Grid(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
 def _split_order(placements: tuple, grid: Grid, what: str) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ from rowmuon.orthogonalize import Triple, resolve_coefficients
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
 from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, plan_hash
 from rowmuon.process_groups import ProcessGroups
-from rowmuon.runtime import Runtime
+from rowmuon.runtime import Runtime, add_over
 from rowmuon.shards import Hyper, Shard, make_shard
 from rowmuon.state import adapt_state_dict, plain_copy
 from rowmuon.traffic import Traffic
@@ -348,12 +348,12 @@ class PeriodicRowMuon(Optimizer):
         """Whether the gradients are finite on all ranks: one scalar all-reduce where there is a process group."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         locals_ = [local_tensor(cast(Tensor, grad)) for grad in grads]
-        device = locals_[0].device if locals_ else torch.device("cpu")
+        device = local_tensor(self.param_groups[0]["params"][0]).device
         bad = torch.zeros((), dtype=torch.float32, device=device)
         for grad in locals_:
             bad += torch.logical_not(torch.isfinite(grad).all()).to(device)
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(bad, group=self.process_group)
+            add_over(bad, self.process_group)
         return not bool(bad.item())
 
     def _compare(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> None:

@@ -31,7 +31,7 @@ from rowmuon.shards import (
 )
 from rowmuon.traffic import StepTraffic
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "add_over"]
 
 
 @dataclass
@@ -253,3 +253,8 @@ class Runtime:
                 f"rank(s) {odd} of the process group {list(ranks)} would do something else in this step: their {what} "
                 "differ. Give every rank the same parameters in the same order, the same groups and the same settings."
             )
+
+
+def add_over(tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> None:
+    """Adds ``tensor`` over a process group (None: the default one), in place, or takes the maximum."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
