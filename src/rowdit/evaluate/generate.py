@@ -60,7 +60,7 @@ def generate(
     _check(labels, num_classes, sampler, batch_size, first_index)
     device = next(model.parameters()).device
     images = torch.empty((len(labels), *image_shape), dtype=torch.uint8)
-    grid = time_grid(num_steps, device=device)
+    grid = time_grid(num_steps)
     with _eval_mode(model):
         for start in range(0, len(labels), batch_size):
             batch_labels = labels[start : start + batch_size].to(device)

@@ -4,7 +4,7 @@
     RUN/log.jsonl             a row a step: step, images_seen, loss, grad_norm, lr, seconds, optimizer_seconds, kind
     RUN/evaluations.jsonl     a row an evaluation: step, seconds of training so far, and what the evaluator measured
     RUN/checkpoints/          see `rowdit.train.checkpoint`
-    RUN/finished.json         written last
+    RUN/finished.json         written last: where it ended, and `diverged`, the reason, if it couldn't go on
 
 The same call resumes a run exactly where its last checkpoint stands. The loop knows no metric: it hands the model, with
 the averaged weights in it, to an evaluator.
@@ -43,10 +43,11 @@ Evaluator = Callable[[nn.Module, int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended, and where the run stands."""
+    """How a call of `train` ended, at which step, and why if the run diverged."""
 
-    status: Literal["finished", "interrupted"]
+    status: Literal["finished", "interrupted", "diverged"]
     step: int
+    reason: str = ""
 
 
 def build_state(config: RunConfig) -> TrainState:
@@ -74,15 +75,19 @@ def train(
         stop: asked after every step; when a stop was requested the state is saved and the call returns.
         progress: what to report to.
 
+    Returns:
+        How it ended. A run that diverged is over: its last good checkpoint stays, its last evaluations are absent.
+
     Raises:
         ConfigError: the folder holds a run of another config; the differing keys are listed.
-        TrainingDivergedError, CheckpointError: see there. The last good checkpoint stays.
+        CheckpointError: a checkpoint can't be written or read.
     """
     stop, progress = stop or StopRequest(), progress or Silent()
     check_same_config(folder, config)
     check_dataset(config, dataset)
-    if is_finished(folder):
-        return Outcome("finished", config.train.steps)
+    ended = read_outcome(folder)
+    if ended:
+        return ended
     write_json(folder / "config.json", to_dict(config))
 
     state = build_state(config)
@@ -96,6 +101,7 @@ def train(
         log = stack.enter_context(JsonlLog(folder / "log.jsonl", state.step))
         evaluations = stack.enter_context(JsonlLog(folder / "evaluations.jsonl", state.step))
         train_seconds = sum(row["seconds"] for row in log.rows)
+        reason = ""
         evaluated = {row["step"] for row in evaluations.rows}
         saved_step = state.step if last else -1
 
@@ -130,8 +136,8 @@ def train(
             try:
                 result = train_step(state, batch, config)
             except TrainingDivergedError as error:
-                kept = checkpoint.newest(folder / "checkpoints")
-                raise TrainingDivergedError(f"{error}; last good checkpoint: {kept.path if kept else 'none'}") from None
+                reason = str(error)
+                break
             row = asdict(result) | {"seconds": result.seconds + data_seconds}
             log.append({"step": state.step, "images_seen": state.images_seen} | row)
             train_seconds += row["seconds"]
@@ -139,16 +145,9 @@ def train(
             if state.step % config.train.checkpoint_every == 0:
                 save()
         save()
-    write_json(
-        folder / "finished.json",
-        {
-            "step": state.step,
-            "images_seen": state.images_seen,
-            "num_skipped": state.num_skipped,
-            "seconds": train_seconds,
-        },
-    )
-    return Outcome("finished", state.step)
+    ending = {"step": state.step, "images_seen": state.images_seen, "num_skipped": state.num_skipped}
+    write_json(folder / "finished.json", ending | {"seconds": train_seconds, "diverged": reason})
+    return Outcome("diverged" if reason else "finished", state.step, reason)
 
 
 def _evaluate(evaluate: Evaluator, state: TrainState, train_seconds: float, progress: Progress) -> dict[str, Any]:
@@ -169,9 +168,13 @@ def _one_line(row: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether the run in this folder reached its last step."""
-    return (folder / "finished.json").exists()
+def read_outcome(folder: Path) -> Outcome | None:
+    """How the run in this folder ended; None if it hasn't."""
+    path = folder / "finished.json"
+    if not path.exists():
+        return None
+    ending = json.loads(path.read_text(encoding="utf-8"))
+    return Outcome("diverged" if ending["diverged"] else "finished", ending["step"], ending["diverged"])
 
 
 def check_same_config(folder: Path, config: RunConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,15 +16,23 @@ class Interrupted(BaseException):
 class StopRequest:
     """Within the context, the first SIGINT or SIGTERM only sets a flag; a second one interrupts at once.
 
+    Args:
+        also: asked too; a parent process may want this one to stop.
+
     Example:
         >>> with StopRequest() as stop:
         ...     stop.requested
         False
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, also: Callable[[], bool] = lambda: False) -> None:
+        self._signalled = False
+        self._also = also
         self._previous: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._signalled or self._also()
 
     def check(self) -> None:
         """Raises `Interrupted` if a stop was requested."""
@@ -42,6 +51,6 @@ class StopRequest:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._signalled:
             raise KeyboardInterrupt
-        self.requested = True
+        self._signalled = True
