@@ -55,9 +55,10 @@ def _run(optimizer: str, seed: int, num_steps: int, num_evaluations: int, diverg
     every = num_steps // num_evaluations
     for step in range(num_steps + 1):
         lost = diverges_at is not None and step >= diverges_at
+        progress = 800 * step / num_steps  # a short run has the shape of a long one
         if step and step % every == 0:
-            score = end + 420.0 * math.exp(-rate * 1.6 * step) + 0.8 * _wobble(optimizer, seed, step)
-            val_loss = 0.16 + 0.8 * math.exp(-rate * 2.2 * step) + end / 4000
+            score = end + 420.0 * math.exp(-rate * 1.6 * progress) + 0.8 * _wobble(optimizer, seed, step)
+            val_loss = 0.16 + 0.8 * math.exp(-rate * 2.2 * progress) + end / 4000
             evaluations.append(
                 {
                     "step": step,
@@ -66,7 +67,7 @@ def _run(optimizer: str, seed: int, num_steps: int, num_evaluations: int, diverg
                     "score_report": math.nan if lost else score,
                     "kid": math.nan if lost else score / 5000,
                     "val_loss": math.nan if lost else val_loss,
-                    "accuracy": 0.1 if lost else 0.9 - 0.8 * math.exp(-rate * step),
+                    "accuracy": 0.1 if lost else 0.9 - 0.8 * math.exp(-rate * progress),
                 }
             )
         if step == num_steps:
@@ -74,7 +75,7 @@ def _run(optimizer: str, seed: int, num_steps: int, num_evaluations: int, diverg
         kind = _kind(optimizer, step)
         optimizer_seconds = (row if kind == "row" else full) * (1 + 0.08 * _wobble(optimizer, seed, step))
         seconds += _REST_OF_STEP + optimizer_seconds
-        loss = 0.18 + 1.2 * math.exp(-rate * 5 * step) + 0.012 * _wobble(optimizer, seed, step)
+        loss = 0.18 + 1.2 * math.exp(-rate * 5 * progress) + 0.012 * _wobble(optimizer, seed, step)
         log.append(
             {
                 "step": step + 1,

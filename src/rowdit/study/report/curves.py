@@ -147,7 +147,8 @@ def train_loss_chart(study: Study, axis: Axis) -> Chart:
             x = run.log["step"] if axis == "step" else [second / unit for second in run.log["seconds"]]
             columns.append(window_means((run.log["step"], x, run.log["loss"]), first, last, num_windows))
         series += _curves(study, result, columns, markers=False)
-    subtitle = f"means over windows of about {(last - first + 1) / num_windows:.0f} steps"
+    size = round((last - first + 1) / num_windows)
+    subtitle = f"means over windows of about {size} steps" if size > 1 else "of every step"
     end = last if axis == "step" else max((log["seconds"][-1] for log in logs), default=1.0) / unit
     return Chart(f"train-by-{axis}", "Training loss", name, tuple(series), subtitle, x_end=end)
 

@@ -75,7 +75,7 @@ def duration(seconds: float | None) -> str:
 
     Example:
         >>> [duration(s).replace("\\u00a0", " ") for s in (0.00042, 0.0153, 12.3, 128.0, 11520.0)]
-        ['0.42 ms', '15.3 ms', '12.3 s', '2 min 08 s', '3 h 12 min']
+        ['0.420 ms', '15.3 ms', '12.3 s', '2 min 08 s', '3 h 12 min']
     """
     if seconds is None or not math.isfinite(seconds):
         return MISSING

@@ -148,7 +148,7 @@ def comparison_table(study: Study, tables: Mapping[str, Mapping[str, str]]) -> t
     if not rows:
         return None, same
     head = tag("tr", tag("td"), *(tag("th", key(study, name), short_name(name), scope="col") for name in tables))
-    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="settings")
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="settings", style=f"--columns:{len(tables)}")
     return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="Differences"), same
 
 
@@ -208,13 +208,15 @@ def _times(study: Study) -> dict[str, str]:
 
 
 def command(study: Study) -> str:
-    """The command that repeats this comparison: the one recorded, else one made from recipe, optimizers and seeds."""
+    """The command that repeats this comparison: the one recorded, else one from recipe, optimizers, seeds, steps."""
     recorded = study.summary.get("command")
     if isinstance(recorded, str) and recorded.strip():
         return recorded
     if isinstance(recorded, list) and recorded:
         return shlex.join(map(str, recorded))
-    names = [result.name for result in study.results]
-    return shlex.join(
-        ["rowdit", "compare", study.recipe, "--optimizers", ",".join(names), "--seeds", str(study.num_seeds)]
-    )
+    options = ["--optimizers", ",".join(result.name for result in study.results), "--seeds", str(study.num_seeds)]
+    config = study.summary.get("config")
+    train = config.get("train") if isinstance(config, Mapping) else None
+    if isinstance(train, Mapping) and isinstance(train.get("steps"), int):
+        options += ["--steps", str(train["steps"])]
+    return shlex.join(["rowdit", "compare", study.recipe, *options])

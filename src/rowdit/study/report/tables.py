@@ -100,6 +100,7 @@ def numbers_table(study: Study) -> Markup:
         tag("thead", tag("tr", tag("td"), *heads)),
         *groups,
         class_="numbers",
+        style=f"--columns:{len(results)}",
     )
     return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="The four numbers")
 
@@ -118,6 +119,6 @@ def evaluations_table(study: Study) -> Markup:
                 rows.append(tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells)))
     titles = ("", "step", "time", "score", "kernel distance", "class accuracy", "validation loss")
     head = tag("thead", tag("tr", *(tag("th", title, scope="col") if title else tag("td") for title in titles)))
-    table = tag("table", head, tag("tbody", *rows), class_="settings")
+    table = tag("table", head, tag("tbody", *rows), class_="settings", style=f"--columns:{len(titles) - 1}")
     scroll = tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="All evaluations")
     return tag("details", tag("summary", "All evaluations as numbers"), scroll)
