@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -137,7 +139,7 @@ class Browser:
             self.call("Browser.close")
             self._process.wait(timeout=20)
         except (RuntimeError, OSError, subprocess.TimeoutExpired):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # its own group: the browser and its helpers
             self._process.wait()
         finally:
             os.close(self._commands)
@@ -147,8 +149,6 @@ class Browser:
 
 def _above(fd: int, lowest: int) -> int:
     """The same open file at a number of at least `lowest`; `fd` is closed."""
-    import fcntl
-
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest)
     os.close(fd)
     return moved

@@ -93,7 +93,7 @@ def _run(optimizer: str, seed: int, num_steps: int, num_evaluations: int, diverg
 
 def _described(optimizer: str) -> dict[str, Any]:
     """What the summary says of an optimizer beside the numbers computed from its runs."""
-    settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.95]}
+    settings: dict[str, Any] = {"name": optimizer, "lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.95]}
     if optimizer != "adamw":
         settings |= {"lr": 0.004, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
     if optimizer == "periodic":
@@ -102,9 +102,7 @@ def _described(optimizer: str) -> dict[str, Any]:
         "network": "effnet_lite0",
         "network_sha256": "57934424" * 8,
         "num_images": 1000,
-        "sampler": "euler",
-        "num_steps": 10,
-        "guidance": 1.0,
+        "sampling": {"sampler": "euler", "num_steps": 10, "guidance": 1.0, "first_index": 1000},
         "reference": {"name": "bundled", "sha256": "0123abcd" * 8},
     }
     return {"lr": settings["lr"], "settings": settings, "fingerprint": fingerprint}

@@ -167,9 +167,17 @@ def test_values_show_under_the_pointer_and_the_arrow_keys(browser, pages):
     scores = {row["step"]: row["score_report"] for row in map(json.loads, evaluations.read_text().splitlines())}
     assert shown[0] == ["step", "30"] and [row[0] for row in shown[1:]] == ["AdamW", "Muon", "Periodic"]
     assert float(shown[2][1]) == pytest.approx(scores[30], rel=1e-3)
+    series = browser.evaluate("JSON.parse(document.querySelector('.by-time .plot').dataset.chart).series")
+    click(browser, "label[for=axis-time]")
+    browser.evaluate("document.querySelector('.by-time .plot').focus()")
+    press(browser, "ArrowLeft")  # the last time of all, which only the slowest run reaches
+    slowest = max(range(3), key=lambda index: series[index]["x"][-1])
+    assert [index for index, row in enumerate(browser.evaluate(rows)[1:]) if "(at " not in row[1]] == [slowest]
+    click(browser, "label[for=axis-step]")
     browser.evaluate("document.querySelector('.by-step .plot').focus()")
     press(browser, "ArrowRight")
-    assert browser.evaluate(rows)[0] == ["step", "45"]
+    press(browser, "ArrowRight")
+    assert browser.evaluate(rows)[0] == ["step", "30"]
     inside = browser.evaluate(
         "(t => t.left >= 0 && t.right <= innerWidth)(document.querySelector('.tip').getBoundingClientRect())"
     )

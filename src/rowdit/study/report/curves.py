@@ -156,7 +156,8 @@ def train_loss_chart(study: Study, axis: Axis) -> Chart:
 def optimizer_time_chart(study: Study) -> Chart:
     """Optimizer time of each of the last steps of the first seed; each kind of step a series of its own, so that the
     period shows."""
-    series = []
+    series: list[Series] = []
+    shown = 0
     for result in study.results:
         log, slot = study.runs[result.name][0].log, style(study, result.name)
         rows = [
@@ -164,6 +165,7 @@ def optimizer_time_chart(study: Study) -> Chart:
             for step, seconds, kind in zip(log["step"], log["optimizer_seconds"], log["kind"], strict=True)
             if seconds > 0
         ][-NUM_SINGLE_STEPS:]
+        shown = max(shown, len(rows))
         kinds = sorted({kind for _, _, kind in rows}, key=lambda kind: (kind != "refresh", kind))
         if len(kinds) > 1:
             series.append(Series(result.name, slot, tuple(r[0] for r in rows), tuple(r[1] for r in rows), "faint"))
@@ -172,5 +174,5 @@ def optimizer_time_chart(study: Study) -> Chart:
             label = short_name(result.name) + {"refresh": ", full step", "row": ", row step"}.get(kind, "")
             x, y = tuple(step for step, _ in points), tuple(ms for _, ms in points)
             series.append(Series(label, slot, x, y, "squares" if kind == "refresh" else "dots"))
-    subtitle = f"milliseconds, the last {NUM_SINGLE_STEPS} steps"
+    subtitle = f"milliseconds, the last {shown} steps"
     return Chart("optimizer-time", "Optimizer time of single steps", "step", tuple(series), subtitle)

@@ -154,9 +154,10 @@ def comparison_table(study: Study, tables: Mapping[str, Mapping[str, str]]) -> t
 
 def settings(study: Study) -> Markup:
     """Settings: a table of what differs; everything that is the same for all folded away below it."""
-    differing, same = comparison_table(
-        study, {r.name: {"lr": _readable(r.lr), **flatten(r.settings)} for r in study.results}
-    )
+    tables = {r.name: {"lr": _readable(r.lr), **flatten(r.settings)} for r in study.results}
+    if all(table.get("name") == name for name, table in tables.items()):  # says what the column's head says
+        tables = {name: {k: v for k, v in table.items() if k != "name"} for name, table in tables.items()}
+    differing, same = comparison_table(study, tables)
     shared_config = comparison_table(study, {r.name: flatten(study.runs[r.name][0].config) for r in study.results})[1]
     return join(
         [

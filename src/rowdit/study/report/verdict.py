@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rowdit.study.summary import BASELINE
 
@@ -41,6 +42,9 @@ def headline(study: Study) -> str:
     change = _change(first, other)
     if change == 0:
         return f"{long_name(first.name)} and {long_name(other.name)} end level at {number(value)}"
+    if study.num_seeds == 1 and abs(change) < CLOSE:
+        names = f"{long_name(first.name)} is just ahead of {long_name(other.name)}"
+        return f"{names}, {number(value)} to {number(other.score['best'].value)}: too close to call"
     by = f"{percent(-100 * change)} lower than" if math.isfinite(change) else f"{number(value)}, lower than"
     return f"{long_name(first.name)} has the best score, {by} {long_name(other.name)}’s"
 
@@ -102,8 +106,18 @@ def how_scored(study: Study) -> str:
     )
     return (
         f"The score is {study.score_name}; lower is better. The best step of a run was chosen on one set of generated "
-        f"samples and scored on another, so that luck in choosing doesn’t count.{floor}"
+        f"samples and scored on another{_sample_sets(study)}, so that luck in choosing doesn’t count.{floor}"
     )
+
+
+def _sample_sets(study: Study) -> str:
+    """Which samples chose and which scored, where the fingerprint tells: the scoring ones follow the choosing ones."""
+    fingerprint = next((result.fingerprint for result in study.results if result.fingerprint), {})
+    sampling, num = fingerprint.get("sampling"), fingerprint.get("num_images")
+    first = sampling.get("first_index") if isinstance(sampling, Mapping) else None
+    if not isinstance(num, int) or not isinstance(first, int) or first != num:
+        return ""
+    return f" (images 0 to {num - 1:,} chose, images {first:,} to {first + num - 1:,} scored)"
 
 
 def cards(study: Study) -> Markup:

@@ -177,7 +177,18 @@ def test_one_seed_is_called_one_seed_and_a_close_call_close(study):
     lede = read_page(study).one("p", "lede").text
     assert "This is one seed" in lede and "too close to call" not in lede
     edit_summary(study, bring_together)
-    assert "0.4\u00a0% higher, too close to call from one seed" in read_page(study).one("p", "lede").text
+    page = read_page(study)
+    assert "0.4\u00a0% higher, too close to call from one seed" in page.one("p", "lede").text
+    assert "lower than AdamW’s" in page.one("h1").text  # AdamW is far away
+
+
+def test_a_headline_from_one_seed_claims_no_win_that_is_too_close(study):
+    def bring_together(summary):
+        for entry, score in zip(summary["optimizers"].values(), (50.0, 50.5, 50.9), strict=True):
+            entry["best"]["score"] = score
+
+    edit_summary(study, bring_together)
+    assert read_page(study).one("h1").text == "AdamW is just ahead of Muon, 50.00 to 50.50: too close to call"
 
 
 def test_several_seeds_are_counted(tmp_path):
@@ -203,6 +214,7 @@ def test_the_floor_and_the_selection_are_explained(study):
     about = read_page(study).all("p", "about")[0].text
     assert "12.30: the floor" in about and "fd_effnet_lite0" in about
     assert "chosen on one set of generated samples and scored on another" in about
+    assert "(images 0 to 999 chose, images 1,000 to 1,999 scored)" in about
 
 
 # ---------------------------------------------------------------------------------------------------------------------

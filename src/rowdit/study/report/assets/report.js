@@ -17,9 +17,11 @@ for (const plot of document.querySelectorAll(".plot[data-chart]")) {
     });
     return best;
   };
-  const line = (name, value) => {
+  const format = (x) => x.toLocaleString("en", { maximumFractionDigits: chart.high - chart.low < 20 ? 2 : 0 });
+  const line = (name, value, style) => {
     const row = document.createElement("p");
     for (const part of [name, value]) row.appendChild(document.createElement("span")).textContent = part;
+    if (style !== undefined) row.firstChild.className = `named s${style}`;
     return row;
   };
   const hide = () => {
@@ -32,10 +34,12 @@ for (const plot of document.querySelectorAll(".plot[data-chart]")) {
     shown = index;
     const x = steps[index];
     const place = (x - chart.low) / (chart.high - chart.low);
-    const label = x.toLocaleString("en", { maximumFractionDigits: chart.high - chart.low < 20 ? 2 : 0 });
-    tip.replaceChildren(line(chart.name, label));
+    tip.replaceChildren(line(chart.name, format(x)));
     for (const series of chart.series) {
-      tip.appendChild(line(series.name, series.y[nearest(series.x, x)]));
+      const index = nearest(series.x, x);
+      const at = format(series.x[index]); // a series without a value here shows its nearest, and where that is
+      const value = at === format(x) ? series.y[index] : `${series.y[index]} (at ${at})`;
+      tip.appendChild(line(series.name, value, series.style));
     }
     cursor.style.left = `${100 * place}%`;
     tip.style.left = place < 0.5 ? `calc(${100 * place}% + 10px)` : "auto";
