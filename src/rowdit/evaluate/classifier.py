@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from rowdit import streams
-from rowdit.evaluate.score import canonical_json, check_equal, digest, write_atomically
+from rowdit.data.batch import to_float
+from rowdit.evaluate.fingerprint import check_same, digest, load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from rowdit.data.batch import Dataset
 
-FORMAT = "rowdit.classifier/1"
+FORMAT = "rowdit.classifier/1"  # changes with the network, so that a stored one never loads into another
+POOLED_SIZE = 3
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 
@@ -30,7 +30,7 @@ class ClassifierConfig:
     """Width and training of the classifier.
 
     Args:
-        width: channels of the first stage; the second has twice as many.
+        width: channels of the first convolution; the second has twice, the third four times as many.
         num_epochs: passes over the training images.
         batch_size: images a step.
         lr: peak learning rate of AdamW, warmed up and annealed (one cycle).
@@ -38,16 +38,16 @@ class ClassifierConfig:
         seed: initial weights and data order.
     """
 
-    width: int = 24
+    width: int = 32
     num_epochs: int = 4
     batch_size: int = 128
-    lr: float = 5e-3
+    lr: float = 1e-2
     weight_decay: float = 0.05
     seed: int = 0
 
 
 class Classifier(nn.Module):
-    """Logits from uint8 images: three 3 x 3 convolutions, the last two at half resolution, and a linear layer.
+    """Logits from uint8 images: three convolutions, at 1/2, 1/2 and 1/4 of the resolution, and a linear layer.
 
     Args:
         image_shape: (C, H, W), H and W at least 4.
@@ -67,20 +67,16 @@ class Classifier(nn.Module):
         self.num_classes = num_classes
         self.fingerprint = dict(fingerprint)
         self.layers = nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(),
+            *_conv_norm_relu(channels, width, kernel_size=5, stride=2),
+            *_conv_norm_relu(width, 2 * width, kernel_size=3),
             nn.MaxPool2d(2),
-            nn.Conv2d(width, 2 * width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(),
-            nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(3),
+            *_conv_norm_relu(2 * width, 4 * width, kernel_size=3),
+            nn.AdaptiveAvgPool2d(POOLED_SIZE),
             nn.Flatten(),
-            nn.Linear(9 * 2 * width, num_classes),
+            nn.Linear(POOLED_SIZE**2 * 4 * width, num_classes),
         )
+        # On the CPU the channels-last convolutions take 0.7 of the time.
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, C, H, W) uint8 to (N, num_classes) logits."""
@@ -89,7 +85,7 @@ class Classifier(nn.Module):
                 f"the classifier takes uint8 images of shape {self.image_shape}, "
                 f"got {images.dtype} of shape {tuple(images.shape[1:])}"
             )
-        return self.layers(images.float() / 127.5 - 1)
+        return self.layers(to_float(images))
 
     @torch.no_grad()
     def predict(self, images: Tensor, batch_size: int = 500) -> Tensor:
@@ -101,6 +97,11 @@ class Classifier(nn.Module):
             for start in range(0, len(images), batch_size)
         ]
         return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _conv_norm_relu(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> tuple[nn.Module, ...]:
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
+    return conv, nn.BatchNorm2d(out_channels), nn.ReLU()
 
 
 def class_accuracy(classifier: Classifier, images: Tensor, labels: Tensor) -> float:
@@ -127,7 +128,7 @@ def train_classifier(
     """Train on a dataset's images, or take the trained one from `folder` where it is there.
 
     The file's name holds the hash of the fingerprint (dataset, image shape, classes, settings), so several live side by
-    side. Beside it lies the fingerprint as JSON.
+    side; its header holds the fingerprint itself.
 
     Args:
         dataset: the training split.
@@ -138,7 +139,12 @@ def train_classifier(
 
     Returns:
         The classifier, in eval mode, frozen.
+
+    Raises:
+        ValueError: fewer than two images, images below 4 x 4 pixels, or a stored classifier that can't be used.
     """
+    if len(dataset) < 2:
+        raise ValueError(f"a classifier needs at least 2 training images, the dataset has {len(dataset)}")
     fingerprint = {
         "format": FORMAT,
         "dataset": dataset.fingerprint,
@@ -147,17 +153,17 @@ def train_classifier(
         "num_images": len(dataset),
         "config": asdict(config),
     }
-    classifier = Classifier(dataset.image_shape, dataset.num_classes, config.width, fingerprint)
+    with torch.random.fork_rng(devices=[]):  # torch's layers draw their first weights from the global generator
+        classifier = Classifier(dataset.image_shape, dataset.num_classes, config.width, fingerprint)
     path = None if folder is None else Path(folder) / f"classifier-{digest(fingerprint)[:16]}.safetensors"
     if path is not None and path.is_file():
-        stored = json.loads(path.with_suffix(".json").read_text())
-        check_equal(f"the classifier in {path} and the one asked for", stored, fingerprint)
-        classifier.load_state_dict(load_file(path))
+        tensors, stored = load_tensors(path, FORMAT)
+        check_same(f"the classifier in {path}", stored, "the one asked for", fingerprint)
+        classifier.load_state_dict(tensors)
     else:
         _train(classifier, dataset, config, torch.device(device), progress)
         if path is not None:
-            write_atomically(path.with_suffix(".json"), canonical_json(fingerprint).encode())
-            write_atomically(path, save({name: t.cpu().contiguous() for name, t in classifier.state_dict().items()}))
+            save_tensors(path, classifier.state_dict(), FORMAT, fingerprint)
     return classifier.to(device).eval().requires_grad_(False)
 
 
@@ -166,27 +172,29 @@ def _train(
 ) -> None:
     _initialize(classifier, config.seed)
     classifier.to(device).train()
-    steps_per_epoch = math.ceil(len(dataset) / config.batch_size)
-    num_steps = steps_per_epoch * config.num_epochs
+    batches_per_epoch = max(1, round(len(dataset) / config.batch_size))
+    num_steps = batches_per_epoch * config.num_epochs
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=config.lr, total_steps=num_steps)
-    for step in range(num_steps):
-        epoch, place = divmod(step, steps_per_epoch)
-        if place == 0:
-            order = streams.permutation(config.seed, "classifier_order", epoch, len(dataset))
-        images, labels = dataset.fetch(order[place * config.batch_size : (place + 1) * config.batch_size])
-        logits = classifier(torch.from_numpy(images).to(device))
-        optimizer.zero_grad()
-        F.cross_entropy(logits, torch.from_numpy(labels).to(device)).backward()
-        optimizer.step()
-        schedule.step()
-        if progress is not None:
-            progress(step + 1, num_steps)
+    step = 0
+    for epoch in range(config.num_epochs):
+        order = streams.permutation(config.seed, "classifier_order", epoch, len(dataset))
+        # Parts of nearly equal size: a last batch of one image would stop the batch normalisation.
+        for indices in np.array_split(order, batches_per_epoch):
+            images, labels = dataset.fetch(indices)
+            logits = classifier(torch.from_numpy(images).to(device))
+            optimizer.zero_grad()
+            F.cross_entropy(logits, torch.from_numpy(labels).to(device)).backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+            if progress is not None:
+                progress(step, num_steps)
 
 
 @torch.no_grad()
 def _initialize(classifier: Classifier, seed: int) -> None:
-    """He initialisation from the seed's own stream: the global generator is neither read nor moved."""
+    """He initialisation, from the seed's own stream."""
     for index, (name, parameter) in enumerate(classifier.named_parameters()):
         if parameter.ndim > 1:
             fan_in = parameter[0].numel()

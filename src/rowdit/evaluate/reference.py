@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from rowdit import streams
 from rowdit.evaluate.features import FeatureNetwork
+from rowdit.evaluate.fingerprint import check_same, digest, load_tensors, save_tensors
 from rowdit.evaluate.frechet import FeatureStatistics, frechet_distance
 from rowdit.evaluate.kid import NUM_SUBSETS, SUBSET_SIZE, kernel_distance
-from rowdit.evaluate.score import Sampling, Score, canonical_json, check_equal, digest, write_atomically
+from rowdit.evaluate.score import Sampling, Score
 
 if TYPE_CHECKING:
     from rowdit.data.batch import Dataset
@@ -61,9 +59,8 @@ class Reference:
 
     def save(self, path: Path | str) -> None:
         """Write one safetensors file, whose header carries the fingerprint as JSON. Whole or not at all."""
-        tensors = {**self.statistics.tensors(), "features": self.features.cpu().contiguous()}
-        metadata = {"format": FORMAT, "fingerprint": canonical_json(self.fingerprint)}
-        write_atomically(Path(path), save(tensors, metadata))
+        tensors = {**self.statistics.tensors(), "features": self.features}
+        save_tensors(Path(path), tensors, FORMAT, self.fingerprint)
 
     @classmethod
     def load(cls, path: Path | str, expected: Mapping[str, Any] | None = None) -> Reference:
@@ -76,17 +73,9 @@ class Reference:
         Raises:
             ValueError: the file isn't a reference, or its fingerprint isn't the expected one (both are shown).
         """
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        except SafetensorError as error:
-            raise ValueError(f"{path} can't be read ({error}); delete it, it will be computed again") from error
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"{path} isn't a {FORMAT} file (format: {metadata.get('format')!r}); compute it again")
-        fingerprint = json.loads(metadata["fingerprint"])
+        tensors, fingerprint = load_tensors(Path(path), FORMAT)
         if expected is not None:
-            check_equal(f"the reference in {path} and the one asked for", fingerprint, expected)
+            check_same(f"the reference in {path}", fingerprint, "the one asked for", expected)
         return cls(FeatureStatistics.from_tensors(tensors), tensors["features"], fingerprint)
 
 
@@ -253,7 +242,7 @@ def score_images(
 def _distances(images: Tensor, reference: Reference, network: FeatureNetwork) -> tuple[float, float]:
     found = {"network": network.fingerprint(), "image_shape": list(images.shape[1:])}
     wanted = {key: reference.fingerprint[key] for key in found}
-    check_equal("the images and the reference", found, wanted)
+    check_same("the images", found, "the reference", wanted)
     features = network(images)
     frechet = frechet_distance(FeatureStatistics.from_features(features), reference.statistics)
     kernel = kernel_distance(features, reference.features, subset_size=SUBSET_SIZE, num_subsets=NUM_SUBSETS, seed=0)

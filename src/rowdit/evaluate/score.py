@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
+
+from rowdit.evaluate.fingerprint import canonical_json, check_same
 
 
 @dataclass(frozen=True)
@@ -64,56 +63,6 @@ class Score:
         Raises:
             ValueError: names the entries that differ, with both values.
         """
-        ours = {"name": self.name, **flatten(self.fingerprint)}
-        theirs = {"name": other.name, **flatten(other.fingerprint)}
-        check_equal("scores", ours, theirs, ignore=("sampling.seed", "sampling.first_index"))
-
-
-def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn nested mappings to one level, with dots: {"a": {"b": 1}} to {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def check_equal(what: str, found: Mapping[str, Any], wanted: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError that shows both fingerprints and marks what differs."""
-    found, wanted = flatten(found), flatten(wanted)
-    names = [name for name in dict.fromkeys([*wanted, *found]) if name not in ignore]
-    differing = [name for name in names if _plain(found.get(name)) != _plain(wanted.get(name))]
-    if differing:
-        lines = [f"  {name}: {found.get(name)!r} and {wanted.get(name)!r}" for name in differing]
-        raise ValueError(
-            f"{what} can't be compared, they differ in {', '.join(differing)}:\n" + "\n".join(lines) + "\n"
-            f"  first fingerprint:  {canonical_json(found)}\n  second fingerprint: {canonical_json(wanted)}"
-        )
-
-
-def _plain(value: Any) -> Any:
-    """JSON knows no tuples: (1, 28, 28) and [1, 28, 28] are the same."""
-    return json.loads(canonical_json(value))
-
-
-def canonical_json(data: Any) -> str:
-    """One text per value: sorted keys, no spaces."""
-    return json.dumps(data, sort_keys=True, separators=(",", ":"))
-
-
-def digest(data: Any) -> str:
-    """Sha256 of the canonical JSON, as hex."""
-    return hashlib.sha256(canonical_json(data).encode()).hexdigest()
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is either whole or not there, whatever happens meanwhile (a full disk, a kill)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        ours = {"name": self.name, **self.fingerprint}
+        theirs = {"name": other.name, **other.fingerprint}
+        check_same("the first score", ours, "the second score", theirs, ("sampling.seed", "sampling.first_index"))
