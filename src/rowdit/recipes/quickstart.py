@@ -19,7 +19,7 @@ def recipe() -> Comparison:
             image_size=28, in_channels=1, patch_size=4, hidden_size=96, depth=3, num_heads=3, num_classes=10
         ),
         data=DataConfig(source="bundled"),
-        train=TrainConfig(batch_size=64, steps=800, ema_decay=0.99, warmup_steps=20, grad_clip=1.0),
+        train=TrainConfig(batch_size=64, steps=1000, ema_decay=0.99, warmup_steps=20, grad_clip=1.0),
         evaluate=EvaluateConfig(num_evaluations=4, num_samples=1000, num_steps=10),
         optimizers={
             "adamw": OptimizerConfig(name="adamw", lr=1e-3),

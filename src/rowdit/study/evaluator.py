@@ -35,7 +35,7 @@ from rowdit.evaluate import (
     score_images,
     train_classifier,
 )
-from rowdit.evaluate.score import digest
+from rowdit.evaluate.fingerprint import digest
 from rowdit.flow import flow_loss
 from rowdit.train.config import EvaluateConfig
 from rowdit.train.log import write_bytes, write_json

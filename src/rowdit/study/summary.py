@@ -192,7 +192,7 @@ def _timing(own: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _add_gains(entries: dict[str, dict[str, Any]]) -> None:
-    """`gain_over_adamw`: 1 - score / AdamW's score, paired by seed, the mean over the seeds; for each of the numbers."""
+    """`gain_over_adamw` for each of the four numbers: 1 - score / AdamW's, paired by seed, the mean over the seeds."""
     if BASELINE not in entries:
         return
     for entry in entries.values():

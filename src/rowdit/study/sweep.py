@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rowdit.evaluate.score import digest
+from rowdit.evaluate.fingerprint import digest
 from rowdit.study.compare import evaluate_into, prepare, read_record
 from rowdit.study.comparison import Comparison
 from rowdit.study.lock import lock_folder

@@ -18,7 +18,7 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
     # It fits 80 columns, for terminals and logs alike.
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("optimizer", no_wrap=True)
-    for name in ("lr", "best", "step", "vs adamw", "half", "time", "final", "val loss", "ms/step", "opt %"):
+    for name in ("lr", "best", "step", "vs adamw", "half", "time", "final", "val loss", "ms", "opt %"):
         table.add_column(name, justify="right", no_wrap=True)
     for label, entry in summary["optimizers"].items():
         gain = entry.get("gain_over_adamw", {}).get("best")
@@ -28,7 +28,7 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
             f"{entry['lr']:g}",
             _number(entry["best"]["score"]),
             _number(entry["best"]["step"], ".0f"),
-            "-" if gain is None or label == "adamw" else f"{-100 * gain:+.1f} %",
+            "-" if gain is None or label == "adamw" else f"{-100 * gain:+.1f}%",
             _number(entry["at_fixed_step"]["score"]),
             _number(entry["at_fixed_time"]["score"]),
             _number(entry["final"]["score"]),
@@ -39,7 +39,7 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
     console.print(table)
     console.print(
         f"Real images against real ones: {summary['floor']:.1f}. best: step chosen on one set of samples, scored on "
-        "another; half: at half of the steps; time: when the fastest was done; opt %: optimizer's share of a step.",
+        "another; half: at half of the steps; time: when the fastest was done; ms: a step; opt %: of it the optimizer.",
         highlight=False,
     )
     for label, entry in summary["optimizers"].items():
