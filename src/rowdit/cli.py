@@ -5,15 +5,20 @@ A mistake of the user's ends in one line on the error stream and exit code 2; an
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
 
 if TYPE_CHECKING:
     from rowdit.study.comparison import Comparison
+
+Options = TypeVar("Options")
 
 USAGE = """\
 usage: rowdit VERB [ARGUMENTS]      rowdit VERB --help says more
@@ -171,7 +176,7 @@ def _tune(arguments: list[str]) -> int:
 class ReportOptions:
     """Makes OUT/report.html again from the records of a finished comparison."""
 
-    out: Path
+    out: tyro.conf.Positional[Path]
 
 
 def _report(arguments: list[str]) -> int:
@@ -218,10 +223,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 # parsing
 
 
-def _parse(verb: str, options_class: type, arguments: list[str]) -> tuple:
-    """Options and the recipe with its overrides: (options, comparison, recipe's name)."""
-    import tyro
-
+def _parse(verb: str, options_class: type[Options], arguments: list[str]) -> tuple[Options, Comparison, str]:
+    """The verb's options, the recipe with what is overridden in it, and the recipe's name."""
     from rowdit import recipes
     from rowdit.study.comparison import Comparison
 
@@ -230,35 +233,28 @@ def _parse(verb: str, options_class: type, arguments: list[str]) -> tuple:
     name = arguments[0] if has_recipe else "quickstart"
     comparison = recipes.load(name)
 
-    @dataclass(frozen=True)
-    class Command:
-        options: Annotated[options_class, tyro.conf.arg(name="")] = field(default_factory=options_class)  # type: ignore[valid-type]
-        comparison: Annotated[Comparison, tyro.conf.arg(name="")] = field(default_factory=lambda: comparison)
-
-    # tyro resolves annotations by name in this module, where the local names aren't; so they are given as objects.
-    Command.__annotations__ = {
-        "options": Annotated[options_class, tyro.conf.arg(name="")],
-        "comparison": Annotated[Comparison, tyro.conf.arg(name="")],
-    }
-    command = tyro.cli(
+    part = tyro.conf.arg(name="")  # no prefix: --out and --train.steps, not --options.out
+    fields = [
+        ("options", Annotated[options_class, part], field(default_factory=options_class)),
+        ("comparison", Annotated[Comparison, part], field(default_factory=lambda: comparison)),
+    ]
+    Command = dataclasses.make_dataclass("Command", fields, frozen=True)
+    command: Any = tyro.cli(
         Command,
         prog=f"rowdit {verb} [{'|'.join(recipes.RECIPES)}]",
-        description=options_class.__doc__,
+        description=" ".join((options_class.__doc__ or "").partition("\n\n")[0].split()),
         args=arguments[1:] if has_recipe else arguments,
         config=(tyro.conf.AvoidSubcommands,),
     )
     return command.options, command.comparison, name
 
 
-def _parse_plain(verb: str, options_class: type, arguments: list[str]) -> object:
-    import tyro
-
-    return tyro.cli(tyro.conf.Positional[options_class], prog=f"rowdit {verb}", args=arguments)
+def _parse_plain(verb: str, options_class: type[Options], arguments: list[str]) -> Options:
+    """Options alone, as positional arguments and flags."""
+    return tyro.cli(options_class, prog=f"rowdit {verb}", args=arguments)
 
 
 def _with_steps(comparison: Comparison, steps: int | None) -> Comparison:
-    import dataclasses
-
     if steps is None:
         return comparison
     return dataclasses.replace(comparison, train=dataclasses.replace(comparison.train, steps=steps))

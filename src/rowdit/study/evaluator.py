@@ -173,7 +173,7 @@ class Evaluator:
         path = cache / f"floor-{digest(key)[:16]}.json"
         if path.is_file():
             saved = json.loads(path.read_text(encoding="utf-8"))
-            return Floor(**{k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+            return Floor(saved["num_images"], tuple(saved["frechet"]), tuple(saved["kernel"]), saved["source"])
         floor = real_floor(self.reference, training, self.features, self.config.num_samples, max_draws=2)
         write_json(path, floor.to_json())
         return floor
