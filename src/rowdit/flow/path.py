@@ -67,4 +67,4 @@ def flow_loss(model: VelocityModel, x: Tensor, y: Tensor, noise: Tensor, t: Tens
     velocity = model(interpolate(x, noise, t), t, y)
     if velocity.shape != x.shape:
         raise ValueError(f"the model returned shape {tuple(velocity.shape)} for images of shape {tuple(x.shape)}")
-    return (velocity.float() - velocity_target(x, noise).float()).square().flatten(1).mean(1)
+    return (velocity.float() - velocity_target(x.float(), noise.float())).square().flatten(1).mean(1)

@@ -2,7 +2,7 @@
 
 S/2 to XL/8 are the published DiT shapes (arXiv:2212.09748, table 1; after the slash the patch size), learned sigma
 included, for latents of 256x256 images. The rows from 1.3B on are this project's own choice of depth and width (head
-dim 128). ``toy`` is for two CPU cores: half a million parameters, 49 tokens.
+dim 128). ``toy`` is for two CPU cores: half a million parameters, 49 tokens, 28x28 grey images.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rowdit.models.dit import DiTConfig
 # fmt: off
 _ROWS = (
     # name   image  channels patch  width depth heads classes mlp  sigma
-    ("toy",    14,  1,       2,       96,  3,    3,    10,    4.0, False),
+    ("toy",    28,  1,       4,       96,  3,    3,    10,    4.0, False),
     ("S/2",    32,  4,       2,      384, 12,    6,  1000,    4.0, True),
     ("S/4",    32,  4,       4,      384, 12,    6,  1000,    4.0, True),
     ("S/8",    32,  4,       8,      384, 12,    6,  1000,    4.0, True),
