@@ -28,6 +28,8 @@ EXTENSIONS = (
 )
 SPLIT_NAMES = {"train": ("train",), "reference": ("reference", "val", "valid", "validation", "test")}
 
+_FEW_BYTES = 256 << 20  # hashed without being asked: about a second
+
 BadImages = Literal["error", "skip", "replace"]
 
 
@@ -66,8 +68,9 @@ class ImageFolder:
         max_pixels: an image with more is bad.
         extensions: of the files that are images, lower case, with the dot.
         cache: keep decoded images in memory, N x C x image_size^2 bytes when all have been read.
-        hash_contents: let the fingerprint hash the files' contents, not just their names and sizes: a change that keeps
-            the size shows too, for reading every file once.
+        hash_contents: what the fingerprint hashes: the files' contents, which reads every file once, or their names and
+            sizes, which doesn't see a change that keeps a size. None: contents where that is little work, at most
+            256 MiB in all. The fingerprint says which it was.
 
     Attributes:
         files: their paths below the folder, in the order of the indices.
@@ -92,7 +95,7 @@ class ImageFolder:
         max_pixels: int = MAX_PIXELS,
         extensions: Sequence[str] = EXTENSIONS,
         cache: bool = False,
-        hash_contents: bool = False,
+        hash_contents: bool | None = None,
     ) -> None:
         if bad_images not in get_args(BadImages):
             raise ValueError(f"bad_images {bad_images!r} is not one of {', '.join(get_args(BadImages))}")
@@ -197,14 +200,12 @@ class ImageFolder:
         gone = sorted(set(labels.tolist()) - set(labels[good].tolist()))
         if gone:
             names = ", ".join(self.class_names[label] for label in gone)
+            file = next(file for file in self.bad_files if file.startswith(f"{self.class_names[gone[0]]}/"))
             raise DataError(
-                f"{self.path}: without the bad images no image is left of class {names}; see {self._worst()}"
+                f"{self.path}: without the bad images none is left of class {names} "
+                f"({file}: {self.bad_files[file]}); mend them or remove the class"
             )
         return np.flatnonzero(good)
-
-    def _worst(self) -> str:
-        file, reason = next(iter(self.bad_files.items()))
-        return f"{self.path / file}: {reason}"
 
     def _check_classes(self, classes: dict[str, list[_Entry]]) -> None:
         unknown = [name for name in classes if name not in self.class_names]
@@ -227,7 +228,9 @@ class ImageFolder:
         others = ", ".join(f"{count} of {extension or 'no extension'}" for extension, count in self.ignored.items())
         return f"; files that are no images here: {others}" if others else ""
 
-    def _fingerprint(self, entries: list[_Entry], hash_contents: bool) -> str:
+    def _fingerprint(self, entries: list[_Entry], hash_contents: bool | None) -> str:
+        if hash_contents is None:
+            hash_contents = sum(entry.num_bytes for entry in entries) <= _FEW_BYTES
         digest = hashlib.sha256()
         for name in self.class_names:
             digest.update(os.fsencode(name) + b"\n")
