@@ -99,7 +99,7 @@ def load(checkpoint: Checkpoint, state: TrainState) -> None:
         state.optimizer.load_state_dict(_decode(header["optimizer"], tensors["optimizer"]))
         state.ema.load_state_dict(tensors["ema"], header["ema_num_updates"])
     except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint.path} doesn't fit this run: {error}") from error
+        raise CheckpointError(f"{checkpoint.path} doesn't fit this run: {' '.join(str(error).split())}") from error
     for name in _COUNTERS:
         setattr(state, name, header[name])
 
@@ -116,7 +116,10 @@ def read_header(checkpoint: Checkpoint) -> dict[str, Any]:
         raise CheckpointError(f"{path}: format {header['format']}, this version reads {FORMAT}")
     for name, size in header["files"].items():
         if sizes[name] != size:
-            raise CheckpointError(f"{checkpoint.path / name}: {sizes[name]} bytes, {size} were written")
+            raise CheckpointError(
+                f"{checkpoint.path / name}: {sizes[name]} bytes, {size} were written; "
+                f"remove {checkpoint.path} to go on from the checkpoint before it, or from the start"
+            )
     return header
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -243,15 +244,15 @@ def flatten(config: Any) -> dict[str, Any]:
     return dict(walk(config if isinstance(config, dict) else to_dict(config), ""))
 
 
-def differences(old: Any, new: Any) -> list[str]:
-    """Lines `key: old -> new` for every leaf in which two configs (or their dicts) differ; none if they are equal."""
+def differences(old: Any, new: Any, ignore: Collection[str] = ()) -> list[str]:
+    """Lines `key: old -> new` for every leaf in which two configs (or their dicts) differ, but for those to ignore."""
     a, b = flatten(old), flatten(new)
     absent = object()
 
     def show(value: Any) -> str:
         return "(absent)" if value is absent else json.dumps(value)
 
-    keys = sorted({**a, **b})
+    keys = sorted({*a, *b}.difference(ignore))
     pairs = [(key, a.get(key, absent), b.get(key, absent)) for key in keys]
     return [f"{key}: {show(x)} -> {show(y)}" for key, x, y in pairs if x != y]
 

@@ -37,6 +37,8 @@ from rowdit.train.stop import Interrupted, StopRequest
 if TYPE_CHECKING:
     from rowdit.data.batch import Dataset
 
+MAY_CHANGE = ("train.checkpoint_every", "train.keep_checkpoints")  # on resuming: they don't touch what is trained
+
 Evaluator = Callable[[nn.Module, int], dict[str, Any]]
 """(model in eval mode with averaged weights, step) -> what was measured, JSON-able. Must change nothing."""
 
@@ -186,7 +188,7 @@ def check_same_config(folder: Path, config: RunConfig) -> None:
     path = folder / "config.json"
     if not path.exists():
         return
-    changed = differences(json.loads(path.read_text(encoding="utf-8")), to_dict(config))
+    changed = differences(json.loads(path.read_text(encoding="utf-8")), config, ignore=MAY_CHANGE)
     if changed:
         raise ConfigError(f"{folder} holds a run with another config ({'; '.join(changed)})")
 

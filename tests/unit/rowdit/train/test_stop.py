@@ -1,0 +1,32 @@
+"""Ctrl-C as a request."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from rowdit.train.stop import Interrupted, StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_interrupts(number: int) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        stop.check()
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        with pytest.raises(Interrupted):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_another_source_may_ask() -> None:
+    wanted = False
+    stop = StopRequest(also=lambda: wanted)
+    assert not stop.requested
+    wanted = True
+    assert stop.requested
