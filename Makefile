@@ -1,0 +1,52 @@
+# One word per lane; `make help` lists them. Works with GNU make 3.81 (macOS) and later.
+#
+#   ARGS         passed on to the lane's command:  make compare ARGS="--seeds 3"
+#   PYTHON       the Python to build .venv on:     make setup PYTHON=python3.12
+#   TORCH_INDEX  where to take torch from; by default pip's own configuration decides (see the README)
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup compare test lint format types bench docs clean distclean
+
+ARGS ?=
+PYTHON ?=
+TORCH_INDEX ?=
+# Test processes. Each holds its own torch, and distributed tests start ranks of their own.
+WORKERS ?= auto --maxprocesses=4
+export PYTHON TORCH_INDEX
+
+RUN := .venv/bin/python
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup:  ## make .venv with the pinned packages, or complete it; every lane below does this first
+	@bash scripts/setup_venv.sh
+
+compare: setup  ## train the same model with AdamW, Muon and Periodic Row-wise Muon, and show who wins
+	@.venv/bin/rowdit compare $(ARGS)
+
+test: setup  ## all tests but the slow and the GPU ones; lint and types are among them
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --durations=15 $(ARGS)
+
+lint: setup  ## ruff: rules and format
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+
+format: setup  ## let ruff mend what it can
+	@$(RUN) -m ruff check --fix . && $(RUN) -m ruff format .
+
+types: setup  ## mypy over src/
+	@$(RUN) -m mypy
+
+bench: setup  ## time the optimizer step against its peers
+	@$(RUN) benchmarks/optimizer_step.py $(ARGS)
+
+docs: setup  ## check the documents: links, and that every example in them runs
+	@$(RUN) -m pytest tests/contract/test_documents.py tests/contract/test_doctests.py $(ARGS)
+
+clean:  ## remove caches and build products
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv too
+	rm -rf .venv .venv.lock
