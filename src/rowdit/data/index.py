@@ -102,9 +102,7 @@ def batch_at(
 
 @lru_cache(maxsize=2)  # a batch may straddle two epochs
 def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    order = streams.permutation(seed, "order", epoch, num_samples)
-    order.setflags(write=False)
-    return order
+    return streams.permutation(seed, "order", epoch, num_samples)
 
 
 def _nearest_multiples(size: int, multiple: int) -> str:

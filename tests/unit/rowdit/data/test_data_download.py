@@ -158,7 +158,7 @@ def test_a_part_that_is_already_whole_needs_no_server(server, one_file, tmp_path
     assert (tmp_path / "file").read_bytes() == content and server.requests == []
 
 
-@pytest.mark.parametrize("part", [b"x" * 50_000, b"x" * 200_000, b"x" * 300_000])
+@pytest.mark.parametrize("part", [b"x" * 50_000, b"x" * 200_000, b"x" * 300_000], ids=len)
 def test_wrong_bytes_are_deleted_and_the_next_call_starts_clean(server, one_file, tmp_path, part):
     content, fetch = one_file
     (tmp_path / "file.part").write_bytes(part)
@@ -210,7 +210,7 @@ def test_two_writers_are_kept_apart(server, one_file, tmp_path):
     with open(tmp_path / "file.part", "ab") as other:
         other.write(b"x")
         other.flush()
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_SH)  # so ours must be exclusive
         with pytest.raises(DataError, match="another process"):
             fetch(tmp_path / "file")
     assert (tmp_path / "file.part").read_bytes() == b"x"

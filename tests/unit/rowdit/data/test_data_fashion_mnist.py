@@ -161,6 +161,7 @@ IMAGES_NAME = "train-images-idx3-ubyte.gz"
         (gzip.compress(idx(np.zeros((12, 20, 28)))), r"shape \(12, 20, 28\)"),
         (gzip.compress(idx(np.zeros((11, 28, 28)))), "12 labels"),
     ],
+    ids=["cut", "html", "empty", "floats", "labels", "too_long", "no_images", "other_size", "other_number"],
 )
 def test_damaged_idx_files_are_refused_by_name(tmp_path, small_set, content, message):
     write_set(tmp_path, *small_set)

@@ -126,6 +126,7 @@ def test_a_dangling_link_is_a_bad_image_and_a_pipe_is_none(pets):
         ),
         (lambda root: (shutil.rmtree(root), (root / "fish").mkdir(parents=True)), "no image in any of.*fish"),
     ],
+    ids=["missing", "file", "empty", "flat", "empty_class", "other_files", "no_class_with_images"],
 )
 def test_unusable_folders_are_named(pets, prepare, message):
     prepare(pets)
