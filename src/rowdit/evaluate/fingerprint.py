@@ -1,4 +1,4 @@
-"""Fingerprints: plain data that says how a thing was made, kept in its file and compared before two are used together."""
+"""Fingerprints: plain data that says how a thing was made, kept in its file, compared before two are used together."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], file_format: str, fingerprint: Mapping[str, Any]) -> None:
-    """Write a safetensors file whose header holds the format's name and the fingerprint as JSON. Whole or not at all."""
+    """Write a safetensors file whose header holds the format and the fingerprint as JSON. Whole or not at all."""
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     _write_whole(path, save(content, {"format": file_format, "fingerprint": canonical_json(fingerprint)}))
 

@@ -56,7 +56,7 @@ class FeatureStatistics:
         """
         if features.ndim != 2 or features.shape[1] != self.dim:
             raise ValueError(f"features must have shape (N, {self.dim}), got {tuple(features.shape)}")
-        features = features.detach().to(device="cpu", dtype=torch.float64)
+        features = features.detach().cpu().double()
         bad_rows = (~features.isfinite().all(dim=1)).nonzero()
         if len(bad_rows):
             raise ValueError(

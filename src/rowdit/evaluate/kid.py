@@ -50,7 +50,7 @@ def kernel_distances(
         raise ValueError(
             f"subset_size must be at least 2 and num_subsets at least 1, got {subset_size} and {num_subsets}"
         )
-    x, y = x.detach().to("cpu", torch.float64), y.detach().to("cpu", torch.float64)
+    x, y = x.detach().cpu().double(), y.detach().cpu().double()
     distances = []
     for subset in range(num_subsets):
         x_rows = streams.permutation(seed, "kid_x", subset, len(x))[:size]

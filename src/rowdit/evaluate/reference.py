@@ -172,7 +172,8 @@ def real_floor(
     """Score real images that are not in the reference, as if they were samples: `num_images` against the reference.
 
     The draws are disjoint, from one random order of `real` (as a rule the training split); as many are taken as fit, at
-    most `max_draws`.
+    most `max_draws`. They aren't balanced over the classes: a perfect model with balanced labels may score a few per
+    cent below the floor.
 
     Raises:
         ValueError: `real` has fewer than `num_images` images, is the reference's own dataset, or another image shape.
