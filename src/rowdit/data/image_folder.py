@@ -2,52 +2,36 @@
 
     PATH/cat/1.png  PATH/cat/more/2.jpg  PATH/dog/1.webp     two classes, "cat" (0) and "dog" (1)
 
-Classes and files are sorted by name, so the order depends on the names alone. Hidden files and folders are ignored;
-symbolic links are followed, and each real folder is entered once a class, so loops end.
+Classes are numbered, and files ordered, by their sorted names; :mod:`rowdit.data.folder_scan` says what is found,
+:mod:`rowdit.data.decode` how a file becomes bytes. Images are read when they are asked for, in the caller's process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import stat
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from rowdit.data.batch import DataError, check_indices, fingerprint
 from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError, read_image
+from rowdit.data.folder_scan import Entry, check_folder, list_folder, scan_classes
 
 EXTENSIONS = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga"),
     *(".tif", ".tiff", ".webp"),
 )
-SPLIT_NAMES = {"train": ("train",), "reference": ("reference", "val", "valid", "validation", "test")}
+REFERENCE_NAMES = ("reference", "val", "valid", "validation", "test")
+
+HELD_OUT_EVERY = 10  # one image in so many is reference where a folder has no splits
 
 _FEW_BYTES = 256 << 20  # hashed without being asked: about a second
 
 BadImages = Literal["error", "skip", "replace"]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A file of a class: its path below the root with "/" between, and its bytes (-1 for a dangling link)."""
-
-    path: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a folder holds: ``num_bytes`` is -1 for a dangling link and None for what is no file."""
-
-    name: str
-    is_folder: bool
-    num_bytes: int | None
+Part = Literal["all", "train", "reference"]
 
 
 class ImageFolder:
@@ -60,6 +44,8 @@ class ImageFolder:
         class_names: the classes and their order, where it isn't that of the sub-folders: those of the training set, for
             the reference set to have the same labels. A class without a sub-folder is then allowed, a sub-folder
             without a class is not.
+        part: ``"all"`` images, or, for a folder without splits, ``"reference"``: of each class in its order every tenth
+            (the 10th, 20th, ...), or ``"train"``: the others.
         bad_images: what becomes of an image that can't be used (damaged, truncated, too large, without a stated scale).
             ``"error"``: BadImageError when its turn comes. ``"skip"``: all files are decoded once at opening, and the
             bad ones aren't part of the dataset. ``"replace"``: the next good image of its class, in the folder's order
@@ -90,6 +76,7 @@ class ImageFolder:
         *,
         channels: int = 3,
         class_names: Sequence[str] | None = None,
+        part: Part = "all",
         bad_images: BadImages = "error",
         background: tuple[int, int, int] = WHITE,
         max_pixels: int = MAX_PIXELS,
@@ -97,12 +84,7 @@ class ImageFolder:
         cache: bool = False,
         hash_contents: bool | None = None,
     ) -> None:
-        if bad_images not in get_args(BadImages):
-            raise ValueError(f"bad_images {bad_images!r} is not one of {', '.join(get_args(BadImages))}")
-        if image_size < 1 or channels not in (1, 3):
-            raise ValueError(f"image_size {image_size} must be >= 1, and channels {channels} 1 or 3")
-        if len(background) != 3 or not all(0 <= value <= 255 for value in background):
-            raise ValueError(f"background {background} must be three bytes, 0..255")
+        _check_arguments(image_size, channels, bad_images, part, background)
         self.path = Path(path).expanduser()
         self.image_shape = (channels, image_size, image_size)
         self.bad_images = bad_images
@@ -114,6 +96,12 @@ class ImageFolder:
         self.class_names = tuple(classes) if class_names is None else tuple(class_names)
         self.num_classes = len(self.class_names)
         self._check_classes(classes)
+        classes = {name: _part_of(entries, part) for name, entries in classes.items()}
+        if not any(classes.values()):
+            raise DataError(
+                f"{self.path}: no class has {HELD_OUT_EVERY} images, so none is held out as reference; "
+                f"make sub-folders train and reference, each with a sub-folder for each class"
+            )
         entries = [entry for name in self.class_names for entry in classes.get(name, [])]
         counts = [len(classes.get(name, [])) for name in self.class_names]
         labels = np.repeat(np.arange(self.num_classes, dtype=np.int64), counts)
@@ -207,7 +195,7 @@ class ImageFolder:
             )
         return np.flatnonzero(good)
 
-    def _check_classes(self, classes: dict[str, list[_Entry]]) -> None:
+    def _check_classes(self, classes: dict[str, list[Entry]]) -> None:
         unknown = [name for name in classes if name not in self.class_names]
         if unknown:
             raise DataError(
@@ -228,7 +216,7 @@ class ImageFolder:
         others = ", ".join(f"{count} of {extension or 'no extension'}" for extension, count in self.ignored.items())
         return f"; files that are no images here: {others}" if others else ""
 
-    def _fingerprint(self, entries: list[_Entry], hash_contents: bool | None) -> str:
+    def _fingerprint(self, entries: list[Entry], hash_contents: bool | None) -> str:
         if hash_contents is None:
             hash_contents = sum(entry.num_bytes for entry in entries) <= _FEW_BYTES
         digest = hashlib.sha256()
@@ -244,105 +232,54 @@ class ImageFolder:
         return fingerprint(f"folder-{kind}", self.image_shape, len(entries), digest.hexdigest(), resize=rule)
 
 
-def split_folder(path: str | os.PathLike[str], split: str) -> tuple[Path, tuple[str, ...] | None]:
-    """Where the images of a split lie, and the classes that they must be of.
+def _check_arguments(
+    image_size: int, channels: int, bad_images: str, part: str, background: tuple[int, int, int]
+) -> None:
+    for name, value, known in (("bad_images", bad_images, BadImages), ("part", part, Part)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} {value!r} is not one of {', '.join(get_args(known))}")
+    if image_size < 1 or channels not in (1, 3):
+        raise ValueError(f"image_size {image_size} must be >= 1, and channels {channels} 1 or 3")
+    if len(background) != 3 or not all(0 <= value <= 255 for value in background):
+        raise ValueError(f"background {background} must be three bytes, 0..255")
+
+
+def _part_of(entries: list[Entry], part: Part) -> list[Entry]:
+    held_out = entries[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    if part == "train":
+        return [entry for place, entry in enumerate(entries, start=1) if place % HELD_OUT_EVERY]
+    return held_out if part == "reference" else entries
+
+
+def open_split(
+    path: str | os.PathLike[str], split: Literal["train", "reference"], image_size: int, **options: Any
+) -> ImageFolder:
+    """The training or the reference images of a folder.
 
     A folder whose sub-folders are ``train`` and any of ``reference``, ``val``, ``valid``, ``validation`` and ``test``
-    (first one first), and nothing else, is one with splits; the training set's classes are everyone's. Any other folder
-    has a sub-folder for each class and is its own reference, as ImageNet's training set is to FID.
+    (the first of these that is there), and nothing else, has its splits made; the training set's classes hold for both.
+    Any other folder has a sub-folder for each class, and every tenth image of each class is held out as reference.
+
+    Args:
+        path: the folder.
+        split: which images.
+        image_size, options: as for :class:`ImageFolder`.
 
     Raises:
-        DataError: no such folder, or it has splits, but not this one.
+        DataError: as from :class:`ImageFolder`, or there is nothing that could be this split.
     """
     root = Path(path).expanduser()
-    names = [found.name for found in _listing(_check_folder(root)) if found.is_folder]
-    if "train" not in names or not set(names) <= {name for split in SPLIT_NAMES.values() for name in split}:
-        return root, None
-    found = [name for name in SPLIT_NAMES[split] if name in names]
-    if not found:
-        raise DataError(
-            f"{root} has {', '.join(names)}, but none of {', '.join(SPLIT_NAMES[split])} for split {split!r}"
-        )
+    names = [found.name for found in list_folder(check_folder(root)) if found.is_folder]
+    if "train" not in names or not set(names) <= {"train", *REFERENCE_NAMES}:
+        return ImageFolder(root, image_size, **{"part": split, **options})
     if split == "train":
-        return root / "train", None
-    return root / found[0], tuple(scan_classes(root / "train", EXTENSIONS)[0])
-
-
-def scan_classes(root: Path, extensions: tuple[str, ...]) -> tuple[dict[str, list[_Entry]], Counter[str]]:
-    """The classes of a folder in sorted order, each with its images in sorted order; and what was ignored.
-
-    Raises:
-        DataError: ``root`` is no folder, can't be listed, or has no sub-folder.
-    """
-    real_root = _identity(_check_folder(root))
-    listing = _listing(root)
-    names = [found.name for found in listing if found.is_folder and _identity(root / found.name) != real_root]
-    if not names:
-        num_images = sum(found.name.lower().endswith(extensions) for found in listing)
-        raise DataError(
-            f"{root} has no sub-folder and {num_images} image(s); the images of a class belong in a sub-folder named "
-            f"after it (in one sub-folder, if there are no classes)"
-        )
-    classes, ignored = {}, Counter[str]()
-    for name in names:
-        entries: list[_Entry] = []
-        _scan(root, name, extensions, {real_root}, entries, ignored)
-        classes[name] = sorted(entries, key=lambda entry: entry.path)
-    return classes, ignored
-
-
-def _scan(
-    root: Path,
-    relative: str,
-    extensions: tuple[str, ...],
-    entered: set[tuple[int, int]],
-    entries: list[_Entry],
-    ignored: Counter[str],
-) -> None:
-    folder = root / relative
-    identity = _identity(folder)
-    if identity in entered:
-        return
-    entered.add(identity)
-    for found in _listing(folder):
-        path = f"{relative}/{found.name}"
-        if found.is_folder:
-            _scan(root, path, extensions, entered, entries, ignored)
-        elif found.num_bytes is not None and found.name.lower().endswith(extensions):
-            entries.append(_Entry(path, found.num_bytes))
-        else:
-            ignored[os.path.splitext(found.name)[1].lower()] += 1
-
-
-def _listing(folder: Path) -> list[_Found]:
-    """What isn't hidden, sorted by name; links are followed."""
-    try:
-        with os.scandir(folder) as entries:
-            found = [_look_at(entry) for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise DataError(f"{folder} can't be listed ({error.strerror})") from error
-    return sorted(found, key=lambda one: one.name)
-
-
-def _look_at(entry: os.DirEntry[str]) -> _Found:
-    try:
-        status = entry.stat()
-    except OSError:  # a link to nothing, or to itself: as a file, it is one that can't be read
-        return _Found(entry.name, is_folder=False, num_bytes=-1)
-    is_file = stat.S_ISREG(status.st_mode)  # a pipe isn't, and would block its reader
-    return _Found(entry.name, stat.S_ISDIR(status.st_mode), status.st_size if is_file else None)
-
-
-def _check_folder(root: Path) -> Path:
-    if not root.is_dir():
-        what = "is not a folder" if root.exists() else "doesn't exist"
-        raise DataError(f"{root} {what}; name a folder with a sub-folder for each class")
-    return root
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino
+        return ImageFolder(root / "train", image_size, **options)
+    found = [name for name in REFERENCE_NAMES if name in names]
+    if not found:
+        raise DataError(f"{root} has the split train, but none called {', '.join(REFERENCE_NAMES)}")
+    extensions = tuple(options.get("extensions", EXTENSIONS))
+    class_names = tuple(scan_classes(root / "train", extensions)[0])
+    return ImageFolder(root / found[0], image_size, **{"class_names": class_names, **options})
 
 
 def _sha256(path: Path) -> str:

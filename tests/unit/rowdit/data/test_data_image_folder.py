@@ -310,9 +310,33 @@ def test_open_dataset_knows_its_sources(pets):
         open_dataset("bundled", "val")
 
 
-def test_a_folder_without_splits_is_its_own_reference(pets):
-    train, reference = (open_dataset(f"folder:{pets}", split, 4) for split in ("train", "reference"))
-    assert train.fingerprint == reference.fingerprint
+def test_a_folder_without_splits_holds_out_every_tenth_image_of_a_class(tmp_path):
+    for place in range(23):
+        write(tmp_path / "many" / f"{place:02}.png", place)
+    for place in range(9):
+        write(tmp_path / "few" / f"{place}.png", 100 + place)
+    train, reference = (open_dataset(f"folder:{tmp_path}", split, 4) for split in ("train", "reference"))
+    assert values(reference) == [9, 19] and reference.labels.tolist() == [1, 1]
+    assert values(train) == [*range(100, 109), *(value for value in range(23) if value not in (9, 19))]
+    assert train.class_names == reference.class_names == ("few", "many")
+    assert len({train.fingerprint, reference.fingerprint, ImageFolder(tmp_path, 4).fingerprint}) == 3
+    assert len(ImageFolder(tmp_path, 4)) == 32
+
+
+def test_a_folder_that_is_too_small_for_a_reference_says_so(pets):
+    assert len(open_dataset(f"folder:{pets}", "train", 4)) == 10
+    with pytest.raises(DataError, match="no class has 10 images.*train and reference"):
+        open_dataset(f"folder:{pets}", "reference", 4)
+
+
+def test_the_reference_does_not_move_when_bad_images_are_skipped(tmp_path):
+    for place in range(20):
+        write(tmp_path / "a" / f"{place:02}.png", place)
+    truncate(tmp_path / "a" / "03.png")
+    train, reference = (
+        open_dataset(f"folder:{tmp_path}", split, 4, bad_images="skip") for split in ("train", "reference")
+    )
+    assert values(reference) == [9, 19] and 3 not in values(train) and len(train) == 17
 
 
 def test_splits_are_sub_folders_and_share_the_training_sets_classes(pets, tmp_path):
@@ -336,5 +360,5 @@ def test_classes_called_like_splits_are_classes(tmp_path):
 
 def test_a_missing_split_is_named(pets, tmp_path):
     shutil.copytree(pets, tmp_path / "split" / "train")
-    with pytest.raises(DataError, match="has train, but none of reference, val"):
+    with pytest.raises(DataError, match="has the split train, but none called reference, val"):
         open_dataset(f"folder:{tmp_path / 'split'}", "reference", 4)
