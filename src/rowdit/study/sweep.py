@@ -73,7 +73,7 @@ def parse_grid(entries: Sequence[str]) -> Grid:
     grid: Grid = {}
     for entry in entries:
         key, equals, text = entry.partition("=")
-        if not equals or not text.strip():
+        if not equals or not text.strip() or not key.strip():
             raise ConfigError(f"grid {entry!r}: must be KEY=VALUE,VALUE,..., such as lr=1e-3,2e-3")
         try:
             values = json.loads(f"[{text}]")

@@ -1,4 +1,4 @@
-"""The comparison as a table in the terminal."""
+"""The comparison as tables in the terminal. They fit 80 columns, for terminals and logs alike."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from rich.table import Table
 
 
 def print_table(summary: dict[str, Any], console: Console) -> None:
-    """Prints the four numbers, the gain over AdamW, and what a step costs, a row an optimizer."""
+    """Prints the four numbers and the gain over AdamW, then what a step costs; a row an optimizer."""
     num_seeds = len(summary["seeds"])
     title = f"{summary['recipe']}: {summary['score_name']}, lower is better"
     if num_seeds > 1:
         title += f", mean of {num_seeds} seeds"
-    # It fits 80 columns, for terminals and logs alike.
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("optimizer", no_wrap=True)
-    for name in ("lr", "best", "step", "vs adamw", "half", "time", "final", "val loss", "ms", "opt %"):
-        table.add_column(name, justify="right", no_wrap=True)
+    scores = _table(title, "lr", "best", "step", "vs adamw", "half", "time", "final", "val loss")
+    costs = _table("what a step costs", "ms", "optimizer ms", "refresh", "row", "share", "to adamw's best")
     for label, entry in summary["optimizers"].items():
         gain = entry.get("gain_over_adamw", {}).get("best")
-        share = entry["optimizer_share"]
-        table.add_row(
+        scores.add_row(
             label,
             f"{entry['lr']:g}",
             _number(entry["best"]["score"]),
@@ -33,18 +29,37 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
             _number(entry["at_fixed_time"]["score"]),
             _number(entry["final"]["score"]),
             _number(entry["val_loss"]["final"]["score"], ".4f"),
-            _number(None if entry["step_seconds"] is None else 1000 * entry["step_seconds"], ".0f"),
-            "-" if share is None else f"{100 * share:.1f}",
         )
-    console.print(table)
+        cost = entry["optimizer_seconds_per_step"]
+        costs.add_row(
+            label,
+            _milliseconds(entry["step_seconds"]),
+            *(_milliseconds(cost[kind]) for kind in ("mean", "refresh", "row")),
+            "-" if entry["optimizer_share"] is None else f"{100 * entry['optimizer_share']:.1f}%",
+            "-" if entry["time_to_adamw_best"] is None else f"{entry['time_to_adamw_best']:.0f} s",
+        )
+    console.print(scores)
     console.print(
-        f"Real images against real ones: {summary['floor']:.1f}. best: step chosen on one set of samples, scored on "
-        "another; half: at half of the steps; time: when the fastest was done; ms: a step; opt %: of it the optimizer.",
+        f"Real images score {summary['floor']:.1f}. best: the step is chosen on one set of samples and scored on "
+        "another. half: at half of the steps. time: when the fastest optimizer was done.",
         highlight=False,
     )
+    console.print(costs)
     for label, entry in summary["optimizers"].items():
         for seed, reason in entry["diverged"].items():
             console.print(f"{label}, seed {seed}: {reason}", highlight=False)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("optimizer", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f}"
 
 
 def _number(value: float | None, form: str = ".1f") -> str:

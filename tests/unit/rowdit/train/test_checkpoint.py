@@ -98,8 +98,8 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_last_good_one(
 
     calls = {"left": 0}
 
-    def dying(function):  # noqa: ANN001, ANN202
-        def call(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+    def dying(function):
+        def call(*args, **kwargs):
             if calls["left"] == 0:
                 raise Killed
             calls["left"] -= 1

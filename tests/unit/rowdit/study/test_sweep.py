@@ -1,0 +1,98 @@
+"""Grids of runs."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rowdit.study.sweep import make_tasks, parse_grid, parse_seeds, print_sweep
+from rowdit.train.config import ConfigError
+from toy_training import toy_comparison
+
+
+def test_grids() -> None:
+    assert parse_grid(["lr=1e-3,2e-3", "row-scale=1,0.5", "adaln=muon,adamw"]) == {
+        "lr": [1e-3, 2e-3],
+        "row_scale": [1, 0.5],
+        "adaln": ["muon", "adamw"],
+    }
+    assert parse_grid(["betas=[0.9,0.95],[0.9,0.99]", "period=3,null"]) == {
+        "betas": [[0.9, 0.95], [0.9, 0.99]],
+        "period": [3, None],
+    }
+    for bad in ("lr", "lr=", "=3"):
+        with pytest.raises(ConfigError, match="must be KEY=VALUE"):
+            parse_grid([bad])
+
+
+def test_seed_lists() -> None:
+    assert parse_seeds("0,2") == (0, 2)
+    with pytest.raises(ConfigError, match="seeds = '0;1'"):
+        parse_seeds("0;1")
+
+
+def test_every_point_with_every_seed_and_seeds_last() -> None:
+    tasks = make_tasks(toy_comparison(), "periodic", {"lr": [1e-3, 2e-3], "train.ema_decay": [0.5, 0.9]}, (0, 1))
+    assert len(tasks) == len({task.name for task in tasks}) == 8
+    assert [task.seed for task in tasks] == [0] * 4 + [1] * 4
+    config = tasks[-1].config
+    assert (config.optimizer.lr, config.train.ema_decay, config.train.seed) == (2e-3, 0.9, 1)
+    assert config.optimizer.row_scale == 0.5  # what the grid doesn't vary is the recipe's
+
+
+def test_names_tell_settings_apart_but_not_seeds() -> None:
+    a, b = make_tasks(toy_comparison(), "muon", {"lr": [1e-3]}, (0, 1))
+    assert a.name.rpartition("-")[0] == b.name.rpartition("-")[0]
+    other = make_tasks(toy_comparison(steps=13), "muon", {"lr": [1e-3]}, (0,))[0]
+    assert other.name != a.name
+
+
+def test_a_change_of_another_optimizer_keeps_the_name() -> None:
+    import dataclasses
+
+    comparison = toy_comparison()
+    optimizers = comparison.optimizers | {"adamw": dataclasses.replace(comparison.optimizers["adamw"], lr=0.5)}
+    changed = dataclasses.replace(comparison, optimizers=optimizers)
+    assert make_tasks(comparison, "muon", {}, (0,))[0].name == make_tasks(changed, "muon", {}, (0,))[0].name
+
+
+@pytest.mark.parametrize(
+    ("label", "grid", "message"),
+    [
+        ("moun", {}, "there is no optimizer 'moun'; did you mean 'muon'"),
+        ("muon", {"lrr": [1]}, "unknown key lrr; did you mean 'lr'"),
+        ("muon", {"train.step": [1]}, "unknown key train.step; did you mean 'steps'"),
+        ("muon", {"lr": [-1]}, r"optimizers\.muon\.lr = -1\.0"),
+        ("muon", {"row_scale": [0.25]}, "the optimizer 'muon' doesn't read it"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(label: str, grid: dict[str, list[Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_tasks(toy_comparison(), label, grid, (0,))
+
+
+def _line(lr: float, seed: int, final: float | str) -> dict[str, Any]:
+    row = {"step": 4, "score_select": final, "score_report": final, "val_loss": 0.5, "seconds": 1.0}
+    return {"run": f"muon-{lr}-{seed}", "label": "muon", "seed": seed, "grid": {"lr": lr}, "evaluations": [row]}
+
+
+def _printed(lines: list[dict[str, Any]], folder: Path) -> str:
+    (folder / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = io.StringIO()
+    print_sweep(folder, Console(file=file, width=120))
+    return file.getvalue()
+
+
+def test_the_table_is_sorted_and_points_out_an_edge(tmp_path: Path) -> None:
+    finals = [(1e-3, 0, 30.0), (1e-3, 1, 34.0), (2e-3, 0, 20.0), (2e-3, 1, 22.0), (4e-3, 0, "nan")]
+    lines = [_line(*final) for final in finals]
+    text = _printed(lines, tmp_path)
+    positions = [text.index(f"lr={lr}") for lr in ("0.002", "0.001", "0.004")]
+    assert positions == sorted(positions)
+    assert "21.0" in text and "32.0" in text and "edge" not in text
+    assert "the best lr, 0.001, is at the grid's edge" in _printed([*lines, _line(1e-3, 2, -999.0)], tmp_path)
