@@ -6,6 +6,7 @@ A mistake of the user's ends in one line on the error stream and exit code 2; an
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -55,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _fail(
+                f"the disk is full ({error}); make room and run the same command again, it goes on where it was"
+            )
         if isinstance(error, _user_errors()):
             return _fail(str(error))
         raise

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from rowdit.data import Dataset, open_dataset
+from rowdit.models.dit import DiT
 from rowdit.study.comparison import Comparison, run_name
 from rowdit.study.evaluator import MEASURES, SCORE_NAME, Evaluator
 from rowdit.study.lock import lock_folder
@@ -31,7 +32,7 @@ from rowdit.study.table import print_table
 from rowdit.train.config import ConfigError, RunConfig, from_dict, to_dict
 from rowdit.train.log import read_jsonl, write_json
 from rowdit.train.loop import Evaluator as EvaluateFunction
-from rowdit.train.loop import check_dataset, check_same_config, read_outcome, remove_run, train
+from rowdit.train.loop import check_dataset, check_same_run, read_outcome, remove_run, train
 from rowdit.train.progress import ConsoleProgress
 from rowdit.train.stop import Interrupted, StopRequest
 
@@ -121,6 +122,7 @@ def prepare(comparison: Comparison, cache: Path, stop: StopRequest, say: Callabl
         cache=cache,
         check_stop=stop.check,
     )
+    evaluator.rehearse(DiT(comparison.model))
     return Context(training, evaluator)
 
 
@@ -253,7 +255,7 @@ def _processor_name() -> str:
 
 def _check_resumable(plan: Plan, label: str, seed: int) -> None:
     try:
-        check_same_config(plan.folder(label, seed), plan.comparison.run_config(label, seed))
+        check_same_run(plan.folder(label, seed), plan.comparison.run_config(label, seed))
     except ConfigError as error:
         raise ConfigError(f"{error}. Choose another --out, or --fresh to start these runs over.") from None
 

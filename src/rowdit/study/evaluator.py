@@ -96,10 +96,11 @@ class Evaluator:
         """
         measured: dict[str, Any] = dict.fromkeys(MEASURES, math.nan)
         measured["val_loss"] = self._validation_loss(model)
-        num = self.config.num_samples
+        num, num_steps = self.config.num_samples, self.config.num_steps
+        labels = balanced_labels(num, self.num_classes)
         try:
-            select = self._samples(model, 0)
-            report = self._samples(model, num)
+            select = self._samples(model, 0, labels, num_steps)
+            report = self._samples(model, num, labels, num_steps)
         except FloatingPointError:
             return measured
         if grid is not None:
@@ -113,8 +114,17 @@ class Evaluator:
             "kid": kernel.value,
             "fingerprint": frechet.to_json()["fingerprint"],
         }
-        measured["accuracy"] = class_accuracy(self.classifier, report, balanced_labels(num, self.num_classes))
+        measured["accuracy"] = class_accuracy(self.classifier, report, labels)
         return measured
+
+    def rehearse(self, model: nn.Module) -> None:
+        """A little of everything with an untrained model, so that what can't work fails before hours of training.
+
+        Raises:
+            ValueError, RuntimeError: what sampling or scoring would raise later.
+        """
+        labels = balanced_labels(min(SAMPLE_BATCH, self.config.num_samples), self.num_classes)
+        self.features(self._samples(model, 0, labels, num_steps=1))
 
     @property
     def grid_columns(self) -> int:
@@ -132,19 +142,19 @@ class Evaluator:
             "num_val_images": len(self.val_images),
         }
 
-    def _samples(self, model: nn.Module, first_index: int) -> Tensor:
+    def _samples(self, model: nn.Module, first_index: int, labels: Tensor, num_steps: int) -> Tensor:
         def progress(done: int, total: int) -> None:
             self.check_stop()
 
         return generate(
             model,
-            balanced_labels(self.config.num_samples, self.num_classes),
+            labels,
             seed=self.config.seed,
             first_index=first_index,
             image_shape=self.image_shape,
             num_classes=self.num_classes,
             sampler=self.config.sampler,
-            num_steps=self.config.num_steps,
+            num_steps=num_steps,
             guidance=self.config.guidance,
             batch_size=SAMPLE_BATCH,
             progress=progress,

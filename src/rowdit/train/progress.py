@@ -9,6 +9,8 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 PLAIN_INTERVAL = 10.0  # seconds between plain lines
@@ -60,6 +62,7 @@ class ConsoleProgress:
         self.console = console or Console(file=sys.stdout)
         self.num_steps = steps
         self.ahead = {label: (num_steps, num_evaluations) for label, num_steps, num_evaluations in runs}
+        self.total_steps = max(1, sum(num_steps for _, num_steps, _ in runs))
         self.label = ""
         self.loss: float | None = None
         self.step_times: deque[float] = deque(maxlen=50)
@@ -115,7 +118,11 @@ class ConsoleProgress:
 
     def _show(self, text: str) -> None:
         if self._live:
-            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"))
+            steps_left = sum(steps for steps, _ in self.ahead.values())
+            line = Table.grid(padding=(0, 1))
+            bar = ProgressBar(total=self.total_steps, completed=self.total_steps - steps_left, width=12)
+            line.add_row(bar, Text(text, no_wrap=True, overflow="ellipsis"))
+            self._live.update(line)
         elif time.perf_counter() - self._last_plain >= PLAIN_INTERVAL:
             self.message(text)
             self._last_plain = time.perf_counter()

@@ -150,6 +150,13 @@ def test_where_it_is_saved_may_change(tmp_path: Path) -> None:
     assert outcome == Outcome("finished", 12)
 
 
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    stopper = StopAt(5)
+    train(toy_config(), toy_dataset(), tmp_path, stop=stopper.request, progress=stopper)
+    with pytest.raises(ConfigError, match=r"data: toy-0:40x1x8x8:.* -> toy-7:"):
+        train(toy_config(), toy_dataset(seed=7), tmp_path)
+
+
 def test_a_run_that_diverges_ends_and_says_why(tmp_path: Path) -> None:
     config = with_optimizer(
         toy_config("adamw", max_skipped_in_row=3, grad_clip=None, steps=30, warmup_steps=0), lr=1e37
@@ -183,7 +190,8 @@ def _with_model(**fields: Any) -> RunConfig:
 
 def test_data_that_does_not_fit_is_refused() -> None:
     """T16: at the start, naming both sides, not by a failed assertion in the embedding."""
-    with pytest.raises(ConfigError, match="the data has 3 classes"):
-        check_dataset(_with_model(num_classes=2), toy_dataset())
+    for num_classes in (2, 4):  # with 4, class 3 would be taken for the null class by whoever asks the data
+        with pytest.raises(ConfigError, match=f"model.num_classes = {num_classes}, but the data has 3 classes"):
+            check_dataset(_with_model(num_classes=num_classes), toy_dataset())
     with pytest.raises(ConfigError, match=r"\(1, 8, 8\).*the model takes \(3, 8, 8\); set model.in_channels"):
         check_dataset(_with_model(in_channels=3), toy_dataset())
