@@ -27,7 +27,7 @@ compare: setup  ## train the same model with AdamW, Muon and Periodic Row-wise M
 	@.venv/bin/rowdit compare $(ARGS)
 
 test: setup  ## all tests but the slow and the GPU ones; lint and types are among them
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --durations=15 $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --durations=15 $(ARGS)
 
 lint: setup  ## ruff: rules and format
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .

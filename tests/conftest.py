@@ -21,12 +21,25 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, deran
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start ranks of their own share one worker, or they would wait for each other's cores."""
-    for item in items:
-        if "distributed" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("distributed"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out whole files, and all of tests/distributed as one, in the order of collection.
+
+    Tests that start ranks of their own would otherwise wait for each other's cores, and a module's fixtures would be
+    made once per worker. xdist's own groups (`--dist loadgroup`, 3.8.0) aren't used because they do nothing under
+    pytest 9.2: they rename a private attribute that is no longer read.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "distributed" if "distributed" in path.split("/") else path
+
+    if config.getoption("dist") != "load":  # another mode was asked for
+        return None
+    config.option.loadscopereorder = False  # by number of tests, the long system tests would come last
+    return FileScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)
@@ -49,8 +62,8 @@ def _is_local(address: Any) -> bool:
         return False
 
 
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
     """Python code under test reaches this machine's loopback and nothing else."""
     connect = socket.socket.connect
 
@@ -59,5 +72,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             raise OSError(f"a test tried to connect to {address!r}: tests use no network")
         return connect(self, address)
 
-    monkeypatch.setattr(socket.socket, "connect", guarded)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded)
+        yield
