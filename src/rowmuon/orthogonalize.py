@@ -349,7 +349,7 @@ def _checked_triple(values: object) -> Triple:
         triple = ()
     if len(triple) != 3 or not all(map(math.isfinite, triple)):
         raise ValueError(f"ns_coefficients: {values!r} isn't a triple (a, b, c) of finite numbers")
-    return cast(Triple, triple)
+    return triple
 
 
 def _names() -> str:

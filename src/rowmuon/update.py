@@ -23,9 +23,10 @@ from torch import Tensor
 
 AdjustLr = Literal["original", "match_rms_adamw"] | None
 
-# Elements of a block of rows. On a CPU four blocks (gradient, momentum, weight, direction) should stay in the L2 caches
-# from the first pass to the last; elsewhere a block only bounds what is temporary.
-_CPU_BLOCK = 1 << 17
+# Elements of a block of rows. On a CPU the blocks of gradient, momentum, weight and direction stay in the caches from
+# the first operation to the last, so memory is passed over once (2^18 is the fastest of 2^15 to 2^20 on two cores with
+# 1 MiB of L2 each). Elsewhere a block only bounds what is temporary: 64 MiB of fp32.
+_CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24
 
 
@@ -86,19 +87,24 @@ def momentum_direction_(
 ) -> Tensor:
     """Update `momentum` in place and return the direction U.
 
+    Args:
+        momentum: (rows, n), any floating dtype.
+        grad: (rows, n), any floating dtype; never altered.
+        beta: Momentum, [0, 1).
+        out: Optional result, (rows, n), any floating dtype: a buffer to send from, say.
+
     Returns:
-        `out` where it is given; else a new tensor with Nesterov, and without it `momentum` itself, to be read only.
+        `out` where it is given. Else a new tensor with Nesterov, and without it `momentum` itself, to be read only:
+        there is nothing to compute, and `newton_schulz` never writes to its input.
     """
-    dtype = torch.promote_types(momentum.dtype, grad.dtype)
     if out is None:
         if not nesterov:
-            for m, g in _blocks(momentum, grad):
-                _update_momentum_(m, g, beta, maximize)
+            update_momentum_(momentum, grad, beta=beta, maximize=maximize)
             return momentum
-        out = torch.empty_like(grad, dtype=dtype)
+        out = torch.empty_like(grad, dtype=torch.promote_types(momentum.dtype, grad.dtype))
     for m, g, u in _blocks(momentum, grad, out):
         g = _update_momentum_(m, g, beta, maximize)
-        u.copy_(_direction(m, g, beta, nesterov))
+        _write_direction(u, m, g, beta, nesterov)
     return out
 
 
@@ -113,9 +119,9 @@ def update_momentum_(momentum: Tensor, grad: Tensor, *, beta: float, maximize: b
 def write_direction(
     momentum: Tensor, grad: Tensor, out: Tensor, *, beta: float, nesterov: bool, maximize: bool = False
 ) -> None:
-    """Write U of an already updated `momentum` into `out` (any floating dtype, such as a send buffer's)."""
+    """Write U of a momentum that already holds this step's gradient to `out`, in the dtype of `out`."""
     for m, g, u in _blocks(momentum, grad, out):
-        u.copy_(_direction(m, g.neg() if maximize and nesterov else g, beta, nesterov))
+        _write_direction(u, m, g.neg() if maximize else g, beta, nesterov)
 
 
 @torch.no_grad()
@@ -132,25 +138,46 @@ def row_step_(
     eps: float,
     maximize: bool = False,
 ) -> None:
-    """Row step of local matrices with whole rows: updates `weights` and `momenta`."""
+    """Row step of matrices whose rows are whole here: momentum, direction, decay, W_i <- W_i - lr scale U_i / ||U_i||.
+
+    Updates `weights` and `momenta`. A block of rows goes through all of it before the next is touched. A row of zeros
+    takes no step but the decay; no rows at all is a no-op. Sums and weights are computed in fp32 (fp64 for fp64), and
+    a bf16 weight is rounded once, after decay and step.
+
+    Args:
+        weights: Local tensors (rows, n); rows and n may differ from one to the next, as may dtypes.
+        momenta: As `weights`, shape by shape.
+        grads: As `weights`, shape by shape; never altered.
+        lr: >= 0; a float or a 0-dim tensor.
+        weight_decay: >= 0, decoupled: the decay is lr * weight_decay.
+        beta: Momentum, [0, 1).
+        scales: For each matrix row_scale * row_step_scale(m, n) of the whole matrix (not of this part of it).
+        eps: Least norm that is divided by, > 0, but never above sqrt(smallest normal) = 1.1e-19 in fp32: under that
+            squares underflow, and a sum of them says nothing. So it touches no norm that was computed right.
+        maximize: Step along the gradient instead of against it.
+    """
+    scratch = _Scratch()
     for weight, momentum, grad, scale in zip(weights, momenta, grads, scales, strict=True):
         for w, m, g in _blocks(weight, momentum, grad):
-            g = _update_momentum_(m, g, beta, maximize)
-            u = _direction(m, g, beta, nesterov)
-            norms = torch.linalg.vector_norm(u, dim=1, keepdim=True, dtype=_sum_dtype(u))
-            _apply_rows_(w, u, norms, lr, weight_decay, scale, eps)
+            u, norms = _momentum_and_norms_(m, g, beta, nesterov, maximize, _work_dtype(w, m, g), scratch)
+            _apply_rows_(w, u, norms, lr, weight_decay, scale, eps, scratch)
 
 
 @torch.no_grad()
 def split_row_sums_(momentum: Tensor, grad: Tensor, *, beta: float, nesterov: bool, maximize: bool = False) -> Tensor:
-    """Update `momentum`; return this part's sums of squares of U, one per row: (rows,) in fp32 (fp64 for fp64)."""
-    sums = []
-    for m, g in _blocks(momentum, grad):
-        g = _update_momentum_(m, g, beta, maximize)
-        u = _direction(m, g, beta, nesterov)
-        sums.append(torch.linalg.vector_norm(u, dim=1, dtype=_sum_dtype(u)).square_())
-    dtype = torch.promote_types(torch.promote_types(momentum.dtype, grad.dtype), torch.float32)
-    return torch.cat(sums) if sums else momentum.new_zeros(momentum.shape[0], dtype=dtype)
+    """First half of a row step whose rows are split between ranks: update `momentum`, sum the local squares of U.
+
+    Returns:
+        (rows,) in fp32 (fp64 for fp64), to be summed over the ranks and handed to `apply_split_row_step_`.
+    """
+    scratch = _Scratch()
+    sums = momentum.new_empty(momentum.shape[0], dtype=_work_dtype(momentum, grad))
+    if momentum.numel() == 0:
+        return sums.zero_()
+    for m, g, part in _blocks(momentum, grad, sums.unsqueeze(1)):
+        _, norms = _momentum_and_norms_(m, g, beta, nesterov, maximize, sums.dtype, scratch)
+        torch.square(norms, out=part)
+    return sums
 
 
 @torch.no_grad()
@@ -168,64 +195,141 @@ def apply_split_row_step_(
     eps: float,
     maximize: bool = False,
 ) -> None:
-    """Second half of a row step whose rows are split: update `weight` from the sums over all parts."""
-    norms = sums.sqrt().unsqueeze(1)
-    for w, m, g, norm in _blocks(weight, momentum, grad, norms):
-        u = _direction(m, g.neg() if maximize else g, beta, nesterov)
-        _apply_rows_(w, u, norm.clone(), lr, weight_decay, scale, eps)
+    """Second half: update `weight` from `sums`, (rows,), of the squares of whole rows. Arguments as in `row_step_`."""
+    scratch = _Scratch()
+    for w, m, g, part in _blocks(weight, momentum, grad, sums.unsqueeze(1)):
+        u = scratch.take(0, g, _work_dtype(w, m, g))
+        _write_direction(u, m, g.neg() if maximize else g, beta, nesterov)
+        _apply_rows_(w, u, part.sqrt().to(u.dtype), lr, weight_decay, scale, eps, scratch)
 
 
 @torch.no_grad()
 def apply_direction_(
     weight: Tensor, direction: Tensor, *, lr: float | Tensor, weight_decay: float, scale: float
 ) -> None:
-    """W <- (1 - lr weight_decay) W - lr scale O."""
+    """W <- (1 - lr weight_decay) W, then W <- W - lr scale O, each rounded to the dtype of W.
+
+    With a float lr these are torch.optim.Muon's own operations. In bf16 that shows: what is rounded differently here
+    differs by as much as the update itself after 20 steps.
+
+    Args:
+        weight: (rows, n); updated.
+        direction: O, (rows, n), any floating dtype; never altered.
+        lr: >= 0; a float or a 0-dim tensor.
+        scale: spectral_scale(m, n) of the whole matrix.
+    """
+    scratch = _Scratch()
     for w, o in _blocks(weight, direction):
         if weight_decay != 0:
-            w.mul_(1 - lr * weight_decay)
+            _decay_(w, lr, weight_decay, scratch)
+        o = o.to(w.dtype)
         if isinstance(lr, Tensor):
-            w.addcmul_(o.to(w.dtype), (lr * -scale).to(w.dtype))
+            w.addcmul_(o, (lr * -scale).to(w.dtype))
         else:
             w.add_(o, alpha=-lr * scale)
 
 
+def _decay_(w: Tensor, lr: float | Tensor, weight_decay: float, scratch: _Scratch) -> None:
+    factor = 1 - lr * weight_decay
+    work = _work_dtype(w)
+    if w.dtype == work or not isinstance(factor, Tensor):
+        w.mul_(factor)
+    else:
+        # A 0-dim tensor would first be rounded to the dtype of w, and 1 - 1e-4 is 1 in bf16. A float isn't.
+        w.copy_(scratch.take(0, w, work).copy_(w).mul_(factor))
+
+
 def _update_momentum_(m: Tensor, g: Tensor, beta: float, maximize: bool) -> Tensor:
-    """M <- beta M + (1 - beta) G; returns G, negated when maximising."""
+    """M <- beta M + (1 - beta) G; returns G, negated where it is to be maximised."""
     if maximize:
         g = g.neg()
     if m.dtype == g.dtype:
         m.lerp_(g, 1 - beta)
     else:
-        dtype = torch.promote_types(m.dtype, g.dtype)
-        m.copy_(m.to(dtype).lerp(g.to(dtype), 1 - beta))
+        work = _work_dtype(m, g)
+        m.copy_(m.to(work).lerp_(g.to(work), 1 - beta))
     return g
 
 
-def _direction(m: Tensor, g: Tensor, beta: float, nesterov: bool) -> Tensor:
+def _write_direction(u: Tensor, m: Tensor, g: Tensor, beta: float, nesterov: bool) -> None:
+    """U = (1 - beta) G + beta M, or M, from the momentum as it is stored; rounded to the wider dtype of m and g."""
     if not nesterov:
-        return m
-    dtype = torch.promote_types(m.dtype, g.dtype)
-    return g.to(dtype).lerp(m.to(dtype), beta)
+        u.copy_(m)
+    elif u.dtype == m.dtype == g.dtype:
+        torch.lerp(g, m, beta, out=u)
+    else:
+        dtype = torch.promote_types(m.dtype, g.dtype)
+        u.copy_(torch.lerp(g.to(dtype), m.to(dtype), beta))
+
+
+def _momentum_and_norms_(
+    m: Tensor, g: Tensor, beta: float, nesterov: bool, maximize: bool, work: torch.dtype, scratch: _Scratch
+) -> tuple[Tensor, Tensor]:
+    """Update a block of the momentum; return U, (rows, n), and the norms of its rows, (rows, 1), in `work`."""
+    g = _update_momentum_(m, g, beta, maximize)
+    if not nesterov and m.dtype == work:
+        u = m
+    else:
+        u = scratch.take(0, g, work)
+        _write_direction(u, m, g, beta, nesterov)
+    return u, torch.linalg.vector_norm(u, dim=1, keepdim=True)
 
 
 def _apply_rows_(
-    w: Tensor, u: Tensor, norms: Tensor, lr: float | Tensor, weight_decay: float, scale: float, eps: float
+    w: Tensor,
+    u: Tensor,
+    norms: Tensor,
+    lr: float | Tensor,
+    weight_decay: float,
+    scale: float,
+    eps: float,
+    scratch: _Scratch,
 ) -> None:
-    step = norms.masked_fill_(norms == 0, eps).reciprocal_().mul_(lr * -scale)
+    """W_i <- (1 - lr weight_decay) W_i - lr scale U_i / norm_i of a block of rows. Overwrites `norms`."""
+    norms.clamp_min_(min(eps, math.sqrt(torch.finfo(norms.dtype).tiny)))
+    value = -scale
+    if isinstance(lr, Tensor):
+        norms.div_(lr)  # lr = 0 gives infinite norms and steps of zero
+    else:
+        value *= lr
+    x = w if w.dtype == u.dtype else scratch.take(1, w, u.dtype).copy_(w)
     if weight_decay != 0:
-        w.mul_(1 - lr * weight_decay)
-    w.addcmul_(u, step)
+        x.mul_(1 - lr * weight_decay)
+    x.addcdiv_(u, norms, value=value)
+    if x is not w:
+        w.copy_(x)
 
 
-def _sum_dtype(u: Tensor) -> torch.dtype:
-    return torch.promote_types(u.dtype, torch.float32)
+def _work_dtype(*tensors: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of every tensor, a block at a time."""
+    """The same rows of every tensor, a block at a time; nothing where there is nothing in them."""
     first = tensors[0]
     if first.numel() == 0:
         return
     elements = _CPU_BLOCK if first.device.type == "cpu" else _DEVICE_BLOCK
-    num_rows = max(1, elements // max(1, first[0].numel()))
-    yield from zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+    num_rows = max(1, elements // first.shape[1])
+    if first.shape[0] <= num_rows:
+        yield tensors
+    else:
+        yield from zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+
+
+class _Scratch:
+    """Buffers for one block each, kept over the blocks and matrices of one call: fresh memory costs page faults."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, slot: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor of the shape of `like`; the same memory for the same slot every time."""
+        key = (slot, dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < like.numel():
+            buffer = self._buffers[key] = like.new_empty(like.numel(), dtype=dtype)
+        return buffer[: like.numel()].view(like.shape)
