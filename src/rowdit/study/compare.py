@@ -79,7 +79,7 @@ def compare(plan: Plan, *, fresh: bool = False, console: Console | None = None) 
         for label, seed in plan.runs():  # before any work, so that a mistake costs no minutes
             _check_resumable(plan, label, seed)
         try:
-            context = prepare(plan.comparison, plan.out / "evaluation", stop, console.print)
+            context = prepare(plan.comparison, plan.out / "evaluation", stop, _printer(console))
         except Interrupted:
             return None
         if not _run_all(plan, context, stop, console):
@@ -88,6 +88,10 @@ def compare(plan: Plan, *, fresh: bool = False, console: Console | None = None) 
     write_json(plan.out / "summary.json", summary)
     print_table(summary, console)
     return summary
+
+
+def _printer(console: Console) -> Callable[[str], object]:
+    return lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
