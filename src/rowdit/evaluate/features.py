@@ -104,16 +104,18 @@ class EfficientNetLite0Features:
 @contextmanager
 def _full_float32(device: torch.device) -> Iterator[None]:
     """No autocast, and no TF32 or bfloat16 inside convolutions (cuDNN's TF32 is on by default)."""
-    backends: tuple[Any, ...] = (torch.backends.cudnn.conv, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
+    convolutions: Any = None
+    if device.type in ("cuda", "cpu"):
+        backend: Any = torch.backends.cudnn if device.type == "cuda" else torch.backends.mkldnn
+        convolutions = backend.conv
+        before = convolutions.fp32_precision
+        convolutions.fp32_precision = "ieee"
     try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        if convolutions is not None:
+            convolutions.fp32_precision = before
 
 
 def _check_images(images: Tensor) -> None:

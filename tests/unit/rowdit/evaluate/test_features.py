@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rowdit.data import open_dataset, to_uint8
-from rowdit.evaluate import EfficientNetLite0Features, FeatureStatistics, efficientnet, frechet_distance
+from rowdit.evaluate import EfficientNetLite0Features, FeatureStatistics, efficientnet, features, frechet_distance
 
 MILITARY_UNIFORM = 652  # ImageNet class
 
@@ -125,17 +125,26 @@ class TestFeatures:
         inner = network._prepare(stripes)[..., 2:-2]
         assert float(inner.abs().max()) < 0.02
 
-    def test_no_autocast_and_no_reduced_precision_inside(self, network):
+    def test_autocast_changes_nothing(self, network):
         images = noise_images(4)
         plain = network(images)
-        before = torch.backends.cudnn.conv.fp32_precision
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(network(images), plain)
+
+    @pytest.mark.parametrize(
+        ("device", "convolutions"),
+        [("cuda", torch.backends.cudnn.conv), ("cpu", torch.backends.mkldnn.conv)],
+        ids=["cuda", "cpu"],
+    )
+    def test_convolutions_in_full_float32_then_as_before(self, device, convolutions):
+        before = convolutions.fp32_precision
         try:
-            torch.backends.cudnn.conv.fp32_precision = "tf32"
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert torch.equal(network(images), plain)
-            assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+            convolutions.fp32_precision = "tf32"
+            with features._full_float32(torch.device(device)):
+                assert convolutions.fp32_precision == "ieee"
+            assert convolutions.fp32_precision == "tf32"
         finally:
-            torch.backends.cudnn.conv.fp32_precision = before
+            convolutions.fp32_precision = before
 
     def test_needs_no_gradient(self, network):
         assert not network(noise_images(2)).requires_grad
@@ -165,7 +174,7 @@ class TestFeatures:
 class TestDistanceOfFeatures:
     """What the distance must tell apart, on real images.
 
-    Measured here, 300 against 300 images: real 303, 3 x 3 blur 666, noise of deviation 0.05 1134 and of 0.2 2626, five of
+    Measured, 300 against 300 images: real 303, 3 x 3 blur 666, noise of deviation 0.05 1134 and of 0.2 2626, five of
     the ten classes 838. The tests leave wide margins, for only the order matters.
     """
 
