@@ -23,6 +23,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
+from rowmuon.device import compute_device
+
 Triple = tuple[float, float, float]
 Form = Literal["auto", "direct", "gram"]
 
@@ -199,7 +201,7 @@ def _orthogonalize(result: Tensor, matrices: Tensor, triples: Sequence[Triple], 
     num_matrices, num_rows, num_cols = result.shape
     small, large = min(num_rows, num_cols), max(num_rows, num_cols)
     lengths = _run_lengths(triples, form, num_rows, num_cols)
-    on_cpu = result.device.type == "cpu"
+    on_cpu = compute_device(result) == "cpu"
     if not on_cpu:
         size = num_matrices
     elif _num_parts(small, large) > 1:

@@ -21,6 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rowmuon.device import compute_device
+
 AdjustLr = Literal["original", "match_rms_adamw"] | None
 
 # Elements of a block of rows. On a CPU the blocks of gradient, momentum, weight and direction stay in the caches from
@@ -312,7 +314,7 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     first = tensors[0]
     if first.numel() == 0:
         return
-    elements = _CPU_BLOCK if first.device.type == "cpu" else _DEVICE_BLOCK
+    elements = _CPU_BLOCK if compute_device(first) == "cpu" else _DEVICE_BLOCK
     num_rows = max(1, elements // first.shape[1])
     if first.shape[0] <= num_rows:
         yield tensors

@@ -19,8 +19,9 @@ SRC = ROOT / "src"
 # module of rowmuon -> the modules of rowmuon that it may import. A new module needs a row. From the bottom up:
 ROWMUON = {
     # these stand on torch alone
-    "orthogonalize": "",
-    "update": "",
+    "device": "",
+    "orthogonalize": "device",
+    "update": "device",
     "layout": "",
     "period": "",
     "traffic": "",
