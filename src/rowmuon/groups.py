@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rowmuon.layout import Layout, layout_of
@@ -15,7 +17,20 @@ from rowmuon.period import check_period
 from rowmuon.routing import default_stack_dims
 from rowmuon.update import AdjustLr
 
-__all__ = ["ADAMW_DEFAULTS", "AdjustLr", "MUON_KEYS", "check_hyper", "complete_group", "name_of"]
+__all__ = [
+    "ADAMW_DEFAULTS",
+    "KERNEL_KEYS",
+    "MUON_KEYS",
+    "AdjustLr",
+    "check_dtype",
+    "check_hyper",
+    "check_params",
+    "complete_group",
+    "flops_per_matrix",
+    "muon_layout",
+    "name_of",
+    "prune_group",
+]
 
 MUON_KEYS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "maximize",
@@ -31,6 +46,8 @@ ADAMW_DEFAULTS: Mapping[str, Any] = {
 }
 ADAMW_KEYS = ("lr", "weight_decay", "maximize", *ADAMW_DEFAULTS)
 _COMMON = ("params", "param_names", "algorithm")
+KERNEL_KEYS = ("ns_coefficients", "ns_steps", "eps")
+"""Settings that plans are made of: a change of them in a group asks for another plan."""
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
@@ -49,14 +66,15 @@ def complete_group(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> 
     own = MUON_KEYS if algorithm == "muon" else ADAMW_KEYS
     for key in group:
         if key not in (*own, *_COMMON, *_SCHEDULERS):
-            near = difflib.get_close_matches(key, own, 1)
+            near = difflib.get_close_matches(key, (*own, *_COMMON), 1)
             hint = f"; did you mean {near[0]!r}?" if near else f". Known: {', '.join(own)}"
             raise ValueError(f"unknown key {key!r} in a group with algorithm={algorithm!r}{hint}")
     if algorithm == "muon":
         group.setdefault("chunks", 1)
         group.setdefault("stack_dims", None)
-        if "ns_coefficients" in group and "ns_steps" not in group:
-            group["ns_steps"] = len(resolve_coefficients(group["ns_coefficients"], None))
+        if group.get("ns_steps") is None and ("ns_coefficients" in group or "ns_steps" in group):
+            coefficients = group.get("ns_coefficients", defaults["ns_coefficients"])
+            group["ns_steps"] = len(resolve_coefficients(coefficients, None))
     else:
         for key, value in ADAMW_DEFAULTS.items():
             group.setdefault(key, value)
@@ -64,6 +82,8 @@ def complete_group(param_group: dict[str, Any], defaults: Mapping[str, Any]) -> 
         if key in defaults:
             group.setdefault(key, defaults[key])
     check_hyper(group, f"a group with algorithm={algorithm!r}")
+    if algorithm == "muon":
+        group["period"] = check_period(group["period"])
     return group
 
 
@@ -84,14 +104,16 @@ def check_hyper(group: Mapping[str, Any], where: str) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr in {where} is a tensor of shape {tuple(lr.shape)}; it must have one element")
+        if (
+            type(lr) is Tensor and lr.device.type == "cpu"
+        ):  # elsewhere it would be read from the device, fakes have none
+            _check_number("lr", lr.item(), where)
     else:
         _check_number("lr", lr, where)
     _check_number("weight_decay", group["weight_decay"], where)
     _check_number("eps", group["eps"], where, positive=group.get("algorithm") != "adamw")
     if group.get("algorithm") == "adamw":
-        betas = group["betas"]
-        if len(betas) != 2 or not all(isinstance(b, Tensor) or 0.0 <= b < 1.0 for b in betas):
-            raise ValueError(f"betas={betas!r} in {where} aren't two numbers in [0, 1)")
+        _check_betas(group["betas"], where)
         if group["fused"] and group["foreach"]:
             raise ValueError(f"fused and foreach can't both be True in {where}")
         return
@@ -106,12 +128,29 @@ def check_hyper(group: Mapping[str, Any], where: str) -> None:
     chunks = group.get("chunks", 1)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks={chunks!r} in {where} isn't a positive integer")
+    stack_dims = group.get("stack_dims")
+    if stack_dims is not None and (isinstance(stack_dims, bool) or not isinstance(stack_dims, int) or stack_dims < 0):
+        raise ValueError(f"stack_dims={stack_dims!r} in {where} isn't None or an integer >= 0")
     check_period(group["period"])
     resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
 
 
+def check_dtype(name: str, dtype: object) -> None:
+    """Raises ValueError unless ``dtype`` is one that Newton-Schulz and the momentum can have."""
+    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"{name}={dtype} isn't torch.bfloat16, torch.float32 or torch.float64")
+
+
+def _check_betas(betas: Any, where: str) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} in {where} aren't two numbers in [0, 1)")
+    for beta in betas:
+        if not isinstance(beta, Tensor) and not (isinstance(beta, (int, float)) and 0.0 <= beta < 1.0):
+            raise ValueError(f"betas={betas!r} in {where} aren't two numbers in [0, 1)")
+
+
 def _check_number(name: str, value: Any, where: str, positive: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name}={value!r} in {where} isn't a finite number >= 0")
     if positive and value == 0:
         raise ValueError(f"{name}=0 in {where}: it must be > 0, since it takes the place of a norm of zero")
@@ -122,6 +161,27 @@ def name_of(group: Mapping[str, Any], parameter: Tensor) -> str:
     position = next(i for i, p in enumerate(group["params"]) if p is parameter)
     names = group.get("param_names")
     return names[position] if names else f"params[{position}]"
+
+
+def check_params(group: Mapping[str, Any]) -> None:
+    """What holds for the parameters of both algorithms.
+
+    Raises:
+        ValueError: a parameter that occurs twice, or is on the meta device; it is named.
+    """
+    seen: set[Tensor] = set()
+    for parameter in group["params"]:
+        if parameter in seen:
+            raise ValueError(
+                f"parameter {name_of(group, parameter)!r} occurs more than once in a group, and would be stepped as "
+                "often. Give each parameter once; named_parameters() does so for tied ones."
+            )
+        seen.add(parameter)
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name_of(group, parameter)!r} is on the meta device: materialise and initialise the model "
+                "first (to_empty, then its init), then build the optimizer."
+            )
 
 
 def muon_layout(parameter: Tensor, group: Mapping[str, Any], process_group: Any) -> Layout:
@@ -151,6 +211,8 @@ def muon_layout(parameter: Tensor, group: Mapping[str, Any], process_group: Any)
     return layout_of(parameter, name=name, stack_dims=stack_dims, chunks=group["chunks"], process_group=process_group)
 
 
-def flops_per_matrix(layout: Layout, group: Mapping[str, Any]) -> int:
-    """Of orthogonalising one matrix of a parameter of this group."""
-    return newton_schulz_flops(*layout.matrix_shape, group["ns_steps"])
+def flops_per_matrix(layout: Layout, group: Mapping[str, Any], device: str) -> int:
+    """Of orthogonalising one matrix of a parameter of this group, on a device type (see `compute_device`)."""
+    return newton_schulz_flops(
+        *layout.matrix_shape, group["ns_steps"], "auto", coefficients=group["ns_coefficients"], device_type=device
+    )

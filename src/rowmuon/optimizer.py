@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowmuon import adamw
+from rowmuon.device import compute_device
 from rowmuon.groups import (
+    KERNEL_KEYS,
     AdjustLr,
+    check_dtype,
     check_hyper,
+    check_params,
     complete_group,
     flops_per_matrix,
     muon_layout,
@@ -26,9 +30,9 @@ from rowmuon.orthogonalize import Triple, resolve_coefficients
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
 from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, plan_hash
 from rowmuon.process_groups import ProcessGroups
-from rowmuon.runtime import Runtime, add_over
+from rowmuon.runtime import Runtime, all_finite
 from rowmuon.shards import Hyper, Shard, make_shard
-from rowmuon.state import adapt_state_dict, plain_copy
+from rowmuon.state import adapt_state_dict, finish_loading, init_state
 from rowmuon.traffic import Traffic
 
 __all__ = ["Muon", "PeriodicRowMuon"]
@@ -65,6 +69,7 @@ class PeriodicRowMuon(Optimizer):
             orthogonalises everything, as in the paper.
         stagger: each parameter refreshes in its own phase of the period.
         ns_dtype: arithmetic of Newton-Schulz.
+        state_dtype: of the momentum; None is the parameter's.
         comm_dtype: what is sent in a refresh.
         bucket_bytes: bound on one stack of matrices in a refresh.
         process_group: over which plain tensors are replicated (DDP); also agrees on skipping.
@@ -87,6 +92,8 @@ class PeriodicRowMuon(Optimizer):
         ['refresh', 'row', 'row', 'refresh']
     """
 
+    _is_set_up = False
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -105,18 +112,15 @@ class PeriodicRowMuon(Optimizer):
         refresh: Literal["exchange", "gather"] = "exchange",
         stagger: bool = False,
         ns_dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype | None = None,
         comm_dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 64 << 20,
         process_group: dist.ProcessGroup | None = None,
         skip_nonfinite: bool = False,
     ) -> None:
-        if refresh not in ("exchange", "gather"):
-            raise ValueError(f"refresh={refresh!r} is neither 'exchange' nor 'gather'")
-        for name, dtype in (("ns_dtype", ns_dtype), ("comm_dtype", comm_dtype)):
-            if dtype not in (torch.bfloat16, torch.float32, torch.float64):
-                raise ValueError(f"{name}={dtype} isn't torch.bfloat16, torch.float32 or torch.float64")
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes!r} isn't a positive number of bytes")
+        self.options = PlanOptions(refresh, comm_dtype, bucket_bytes)
+        for name, dtype in (("ns_dtype", ns_dtype), ("state_dtype", state_dtype or ns_dtype)):
+            check_dtype(name, dtype)
         coefficients = resolve_coefficients(ns_coefficients, ns_steps)
         defaults = {
             "lr": lr,
@@ -132,16 +136,14 @@ class PeriodicRowMuon(Optimizer):
             "row_scale": row_scale,
         }
         check_hyper(defaults, "the constructor")
-        self.options = PlanOptions(refresh, comm_dtype, bucket_bytes)
-        self.stagger, self.ns_dtype = stagger, ns_dtype
+        self.stagger, self.ns_dtype, self.state_dtype = stagger, ns_dtype, state_dtype
         self.process_group, self.skip_nonfinite = process_group, skip_nonfinite
         self.num_skipped_steps = 0
         self.traffic = Traffic()
         self._reset_caches()
-        self._constructing = True  # the process groups of all parameters are made in one go, below
         super().__init__(params, defaults)
-        self._constructing = False
         self._set_up()
+        self._is_set_up = True
 
     # ------------------------------------------------------------------------------------------ groups and state
 
@@ -155,39 +157,20 @@ class PeriodicRowMuon(Optimizer):
         prune_group(group)
         try:
             layouts = self._check_group(group)
-        except ValueError:
-            self.param_groups.remove(group)
+        except BaseException:
+            self.param_groups.pop()
             raise
         self._layouts.update(layouts)
         for parameter in group["params"]:
-            self._init_state(parameter, group)
-        if not self._constructing:
+            self.state[parameter] = init_state(parameter, group, self.state_dtype)
+        if self._is_set_up:  # in the constructor the process groups of all parameters are made in one go, at its end
             self._set_up()
 
     def _check_group(self, group: dict[str, Any]) -> dict[Tensor, Layout]:
-        layouts = {}
-        for parameter in group["params"]:
-            name = name_of(group, parameter)
-            if parameter.is_meta:
-                raise ValueError(
-                    f"parameter {name!r} is on the meta device: materialise and initialise the model first "
-                    "(to_empty, then its init), then build the optimizer."
-                )
-            if group["algorithm"] == "muon":
-                layouts[parameter] = muon_layout(parameter, group, self.process_group)
-        return layouts
-
-    def _init_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        check_params(group)
         if group["algorithm"] == "adamw":
-            self.state[parameter] = adamw.init_state(parameter, group)
-        else:
-            self.state[parameter] = {
-                "momentum_buffer": torch.zeros_like(
-                    parameter, memory_format=torch.preserve_format, requires_grad=False
-                ),
-                "step": 0,
-                "phase": 0,
-            }
+            return {}
+        return {parameter: muon_layout(parameter, group, self.process_group) for parameter in group["params"]}
 
     def _set_up(self) -> None:
         """After a change of the groups: phases, process groups, and plans to be made anew and compared again."""
@@ -201,7 +184,7 @@ class PeriodicRowMuon(Optimizer):
         muon = [(group, p) for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
         if keep and any(self.state[p]["phase"] for _, p in muon):
             return
-        costs = [flops_per_matrix(self._layouts[p], group) * self._layouts[p].num_matrices for group, p in muon]
+        costs = [flops_per_matrix(self._layouts[p], group, "any") * self._layouts[p].num_matrices for group, p in muon]
         for (_, p), phase in zip(muon, assign_phases(costs, [g["period"] for g, _ in muon]), strict=True):
             self.state[p]["phase"] = phase
 
@@ -215,37 +198,40 @@ class PeriodicRowMuon(Optimizer):
         self._runtime = Runtime(rank, self._process_groups.group_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        for handle in ("_layouts", "_plans", "_compared", "_process_groups", "_runtime"):
-            del state[handle]  # made again from the groups
-        return plain_copy(state)
+        # As torch does: no hooks, and not the `step` that a scheduler has put over this object's own. A process group
+        # is a handle of this process; plans and layouts are made again from the groups.
+        names = ("options", "stagger", "ns_dtype", "state_dtype", "skip_nonfinite", "num_skipped_steps", "traffic")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_runtime" not in self.__dict__:  # unpickled or copied
-            self._reset_caches()
-            for group in self.param_groups:
-                self._layouts.update(self._check_group(group))
+        finish_loading(self)
+        if "_runtime" in self.__dict__:
+            return
+        self.process_group = None  # unpickled or copied
+        self._reset_caches()
+        self._is_set_up = True
         for group in self.param_groups:
-            if group["algorithm"] == "adamw":
-                adamw.repair_state(group, self.state)
+            self._layouts.update(self._check_group(group))
+        self._process_groups.prepare(self._layouts.items())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this optimizer or, where the parameters agree, of ``torch.optim.Muon``.
+        """Loads a state dict of this optimizer or, where names allow, of ``torch.optim.Muon`` or microsoft/dion's Muon.
 
         What torch keeps in groups (lr, weight_decay, momentum, nesterov, row_scale, period, ...) comes from the
-        checkpoint; how it is computed (refresh, stagger, ns_dtype, comm_dtype, bucket_bytes) stays as constructed.
+        checkpoint; how it is computed (refresh, stagger, ns_dtype, state_dtype, comm_dtype, bucket_bytes) stays as
+        constructed. The state dict's tensors are copied.
 
         Raises:
-            ValueError: the checkpoint routes parameters to other algorithms or chunks; they are named. Nothing is
-                changed then.
+            ValueError: the checkpoint routes parameters to other algorithms or chunks, or its settings are out of
+                range; parameters are named. Nothing is changed then.
         """
-        super().load_state_dict(adapt_state_dict(state_dict, self))
-        for group in self.param_groups:
-            check_hyper(group, "the loaded state dict")
-            if group["algorithm"] == "muon" and not self.stagger:
-                for parameter in group["params"]:
-                    self.state[parameter]["phase"] = 0
+        # A hook, so that it runs after the caller's own, which may bring the state dict into a form that fits.
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: adapt_state_dict(loaded, self))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
         self._plans.clear()
         self._compared = False
         if self.stagger:
@@ -275,6 +261,7 @@ class PeriodicRowMuon(Optimizer):
         if self.skip_nonfinite and not self._gradients_are_finite():
             self.num_skipped_steps += 1
             return loss
+        adamw.check_gradients(self.param_groups)
         muon = self._muon_params()
         kind = _kind([due for *_, due in muon])
         shards = self._shards(muon)
@@ -291,19 +278,20 @@ class PeriodicRowMuon(Optimizer):
         return loss
 
     def _muon_params(self) -> list[tuple[Tensor, dict[str, Any], bool]]:
-        """(parameter, group, whether it refreshes in this step) of all Muon parameters that aren't frozen."""
+        """(parameter, group, whether it refreshes in this step) of all Muon parameters but frozen and empty ones."""
         out = []
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 for parameter in group["params"]:
-                    if parameter.requires_grad:
+                    if parameter.requires_grad and parameter.numel() > 0:
                         state = self.state[parameter]
                         out.append((parameter, group, is_refresh(group["period"], state["step"], state["phase"])))
         return out
 
     def _plan(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> StepPlan:
         """The plan of this step; made once for each set of refreshing parameters."""
-        key = tuple((id(parameter), due) for parameter, _, due in muon)
+        kernels = {id(group): repr([group[key] for key in KERNEL_KEYS]) for _, group, _ in muon}
+        key = (*kernels.values(), *((id(parameter), due) for parameter, _, due in muon))
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > 64:  # a schedule, or freezing and unfreezing, has changed the sets
@@ -317,14 +305,15 @@ class PeriodicRowMuon(Optimizer):
         for parameter, group, _ in muon:
             kernel = (resolve_coefficients(group["ns_coefficients"], group["ns_steps"]), group["eps"], self.ns_dtype)
             layout = self._layouts[parameter]
+            device = compute_device(local_tensor(parameter))
             entries.append(
                 Entry(
                     name_of(group, parameter),
                     layout,
-                    parameter.dtype,
-                    parameter.device.type,
+                    self.state[parameter]["momentum_buffer"].dtype,
+                    device,
                     kernel,
-                    flops_per_matrix(layout, group),
+                    flops_per_matrix(layout, group, device),
                 )
             )
         return entries
@@ -345,16 +334,9 @@ class PeriodicRowMuon(Optimizer):
                 adamw.step(group, self.state)
 
     def _gradients_are_finite(self) -> bool:
-        """Whether the gradients are finite on all ranks: one scalar all-reduce where there is a process group."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        locals_ = [local_tensor(cast(Tensor, grad)) for grad in grads]
-        device = local_tensor(self.param_groups[0]["params"][0]).device
-        bad = torch.zeros((), dtype=torch.float32, device=device)
-        for grad in locals_:
-            bad += torch.logical_not(torch.isfinite(grad).all()).to(device)
-        if dist.is_available() and dist.is_initialized():
-            add_over(bad, self.process_group)
-        return not bool(bad.item())
+        params = [p for group in self.param_groups for p in group["params"]]
+        grads = [local_tensor(cast(Tensor, p.grad)) for p in params if p.grad is not None]
+        return all_finite(grads, local_tensor(params[0]).device, self.process_group) if params else True
 
     def _compare(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> None:
         """Once after every change of the groups: all ranks of each process group must be about to do the same."""
@@ -385,13 +367,27 @@ class PeriodicRowMuon(Optimizer):
 
 
 class Muon(PeriodicRowMuon):
-    """Muon: :class:`PeriodicRowMuon` with period 1. Takes the same arguments, but neither period nor row_scale."""
+    """Muon: :class:`PeriodicRowMuon` with period 1. Takes the same arguments, but neither period nor row_scale.
+
+    It stays Muon when it loads the state dict of a periodic run.
+    """
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         for name in ("period", "row_scale", "stagger"):
             if name in kwargs:
                 raise TypeError(f"Muon takes no {name}: every step is a refresh. Use PeriodicRowMuon.")
         super().__init__(params, *args, period=1, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if param_group.get("period", 1) != 1:
+            raise ValueError(f"period={param_group['period']!r} in a group of Muon, whose period is 1")
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if group["algorithm"] == "muon":
+                group["period"] = 1
 
 
 def _kind(due: Sequence[bool]) -> StepKind:

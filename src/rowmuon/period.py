@@ -11,6 +11,9 @@ Period = int | None | tuple[tuple[int, int | None], ...]
 """K; 1 is Muon; None never refreshes after the first step; or ((step, K), ...): from that step on, that K."""
 
 
+_MAX_PHASES = 256
+
+
 def check_period(period: object) -> Period:
     """Validates a period and returns it as plain, immutable data (lists become tuples).
 
@@ -74,9 +77,11 @@ def assign_phases(costs: Sequence[float], periods: Sequence[Period]) -> list[int
     for cost, period in zip(costs, periods, strict=True):
         segments = period if isinstance(period, tuple) else ((0, period),)
         every = sorted({k for _, k in segments if k is not None})
+        # As many phases as there are parameters are enough, and the lcm of a schedule's K can be huge.
+        num_phases = min(math.lcm(*every), max(_MAX_PHASES, len(costs))) if every else 1
         # relative to the mean load of that K, or the largest K would hardly count
         best = min(
-            range(math.lcm(*every) if every else 1),
+            range(num_phases),
             key=lambda phase: (sum(k * loads.get((k, phase % k), 0.0) for k in every), phase),
         )
         for k in every:

@@ -35,6 +35,14 @@ class PlanOptions:
     bucket_bytes: int = 64 << 20
     flops_per_byte: float = FLOPS_PER_BYTE
 
+    def __post_init__(self) -> None:
+        if self.refresh not in ("exchange", "gather"):
+            raise ValueError(f"refresh={self.refresh!r} is neither 'exchange' nor 'gather'")
+        if self.comm_dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"comm_dtype={self.comm_dtype} isn't torch.bfloat16, torch.float32 or torch.float64")
+        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={self.bucket_bytes!r} isn't a positive number of bytes")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -43,7 +51,7 @@ class Entry:
     Args:
         name: for tables and error messages; not part of any decision.
         layout: its layout.
-        dtype: of parameter and momentum.
+        dtype: of the momentum.
         device: device type; tensors of different types are never stacked.
         kernel: everything the orthogonalisation depends on besides shape (coefficients, eps, dtype), as plain data.
             Matrices are stacked only where it is equal.

@@ -31,7 +31,7 @@ from rowmuon.shards import (
 )
 from rowmuon.traffic import StepTraffic
 
-__all__ = ["Runtime", "add_over"]
+__all__ = ["Runtime", "add_over", "all_finite"]
 
 
 @dataclass
@@ -253,6 +253,17 @@ class Runtime:
                 f"rank(s) {odd} of the process group {list(ranks)} would do something else in this step: their {what} "
                 "differ. Give every rank the same parameters in the same order, the same groups and the same settings."
             )
+
+
+def all_finite(tensors: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``tensors`` are finite on all ranks of a process group (None: the default one, if there is any): one
+    scalar all-reduce and one host read."""
+    bad = torch.zeros((), dtype=torch.float32, device=device)
+    for tensor in tensors:
+        bad += torch.logical_not(torch.isfinite(tensor).all()).to(device)
+    if dist.is_available() and dist.is_initialized():
+        add_over(bad, group)
+    return not bool(bad.item())
 
 
 def add_over(tensor: Tensor, group: dist.ProcessGroup | None, *, maximum: bool = False) -> None:

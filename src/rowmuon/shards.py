@@ -83,7 +83,7 @@ def make_shard(
         local = local_tensor(tensor)
         view = _view(local, box.shape)
         if view is None:
-            view = local.reshape(box.shape)
+            view = local.reshape(box.shape).contiguous()
             copies.append((local, view))
         views.append(view)
     grad = _gradient(parameter, group)
@@ -94,10 +94,13 @@ def make_shard(
 
 
 def _view(tensor: Tensor, shape: tuple[int, int, int]) -> Tensor | None:
+    """``tensor`` as (stack, rows, columns), if that and the matrices above each other are both views of it."""
     try:
-        return tensor.view(shape)
+        view = tensor.view(shape)
+        view.view(shape[0] * shape[1], shape[2])
     except RuntimeError:
         return None
+    return view
 
 
 def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:

@@ -1,29 +1,52 @@
-"""State dicts of other optimizers and of other routings, made ready for loading."""
+"""A parameter's state, and state dicts of other optimizers and of other routings made ready for loading."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rowmuon import adamw
+from rowmuon.groups import check_hyper
+from rowmuon.period import check_period
+from rowmuon.update import spectral_scale
 
 if TYPE_CHECKING:
     from rowmuon.optimizer import PeriodicRowMuon
 
-__all__ = ["adapt_state_dict", "plain_copy"]
+__all__ = ["adapt_state_dict", "finish_loading", "init_state"]
 
 
-def plain_copy(attributes: dict[str, Any]) -> dict[str, Any]:
-    """What can be pickled and copied of an optimizer: a process group is a handle of this process and stays out."""
-    return {**attributes, "process_group": None}
+def init_state(parameter: Tensor, group: Mapping[str, Any], state_dtype: torch.dtype | None) -> dict[str, Any]:
+    """The state of a parameter before its first step: the same keys on every rank, placed like the parameter."""
+    if group["algorithm"] == "adamw":
+        return adamw.init_state(parameter, group)
+    momentum = torch.zeros_like(parameter, dtype=state_dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return {"momentum_buffer": momentum, "step": 0, "phase": 0}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that torch's loading, which casts all it sees to the parameter's dtype, doesn't see."""
+
+    tensor: Tensor
 
 
 def adapt_state_dict(state_dict: dict[str, Any], optimizer: PeriodicRowMuon) -> dict[str, Any]:
     """A copy of ``state_dict`` with everything that this optimizer's groups and states have.
 
-    Missing group keys are taken from the optimizer, a missing step is 0 (the first step is a refresh then).
-    ``torch.optim.Muon`` differs in just these. microsoft/dion's Muon keeps its momentum as M <- mu M + G under the
-    name ``momentum``: it is scaled by 1 - mu into the form used here.
+    Missing group keys are taken from the optimizer, a missing step is 0 (the first step is a refresh then), a missing
+    state is a new one. ``torch.optim.Muon`` differs in just these. Of microsoft/dion's Muon the state's ``momentum``
+    (M <- mu M + G there, so scaled by 1 - mu) and ``variance`` and the groups' ``mu``, ``beta1``, ``beta2``,
+    ``epsilon`` and ``adjust_lr`` are translated.
 
     Raises:
-        ValueError: parameters whose algorithm or chunks differ, by name; other numbers of groups or parameters.
+        ValueError: parameters whose algorithm or chunks differ, or whose state is another optimizer's, by name; other
+            numbers of groups or parameters; settings out of range.
     """
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
     saved_state = {key: dict(value) for key, value in state_dict["state"].items()}
@@ -39,36 +62,102 @@ def adapt_state_dict(state_dict: dict[str, Any], optimizer: PeriodicRowMuon) -> 
                 f"the state dict has {len(saved['params'])} parameters where the optimizer has {len(group['params'])}, "
                 f"in a group with algorithm={group['algorithm']!r}"
             )
-        problems += _routing_problems(saved, group)
-        foreign_momentum = float(saved.get("mu") or saved.get("momentum") or 0.0)
+        names = group.get("param_names") or [f"params[{i}]" for i in range(len(group["params"]))]
+        problems += _routing_problems(saved, group, names)
+        _translate_group(saved, group, optimizer)
+        mu = saved.get("mu", 0.0)
         for key, value in group.items():
             if key != "params":
                 saved.setdefault(key, value)
-        for index, parameter in zip(saved["params"], group["params"], strict=True):
-            own = optimizer.state[parameter]
-            entry = saved_state.get(index)
-            if not entry:
-                saved_state[index] = {k: v.clone() if hasattr(v, "clone") else v for k, v in own.items()}
-            elif group["algorithm"] == "muon":
-                if "momentum" in entry and "momentum_buffer" not in entry:
-                    entry["momentum_buffer"] = entry.pop("momentum") * (1 - foreign_momentum)
-                entry.setdefault("step", 0)
-                entry["step"] = int(entry["step"])
-                entry.setdefault("phase", 0)
-                _check_shape(entry["momentum_buffer"], parameter, group, index)
-            else:
-                if "momentum" in entry and "variance" in entry:
-                    entry["exp_avg"], entry["exp_avg_sq"] = entry.pop("momentum"), entry.pop("variance")
-                entry.setdefault("step", saved.get("step", 0))
-                _check_shape(entry["exp_avg"], parameter, group, index)
+        for index, parameter, name in zip(saved["params"], group["params"], names, strict=True):
+            entry = saved_state.get(index) or init_state(parameter, group, optimizer.state_dtype)
+            translate = _adamw_entry if group["algorithm"] == "adamw" else _muon_entry
+            saved_state[index] = translate(entry, saved, mu)
+            problems += _state_problems(saved_state[index], parameter, group, name)
     if problems:
-        raise ValueError("the state dict routes parameters otherwise: " + "; ".join(problems))
-    return {**state_dict, "param_groups": saved_groups, "state": saved_state}
+        raise ValueError("the state dict doesn't fit: " + "; ".join(problems))
+    for saved in saved_groups:
+        check_hyper(saved, "the state dict")
+    return {**state_dict, "param_groups": saved_groups, "state": {k: _copied(v) for k, v in saved_state.items()}}
 
 
-def _routing_problems(saved: dict[str, Any], group: dict[str, Any]) -> list[str]:
+def finish_loading(optimizer: PeriodicRowMuon) -> None:
+    """After torch's loading or unpickling: what it casts away, and what the constructor decides."""
+    for group in optimizer.param_groups:
+        if group["algorithm"] == "adamw":
+            adamw.repair_state(group, optimizer.state)
+            continue
+        group["period"] = check_period(group["period"])  # JSON makes lists of tuples
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            momentum = state["momentum_buffer"]
+            if isinstance(momentum, _Kept):
+                momentum = momentum.tensor
+            dtype = optimizer.state_dtype or parameter.dtype
+            state["momentum_buffer"] = momentum.to(device=parameter.device, dtype=dtype)
+            if not optimizer.stagger:
+                state["phase"] = 0
+
+
+def _muon_entry(entry: dict[str, Any], saved: Mapping[str, Any], mu: float) -> dict[str, Any]:
+    out = dict(entry)
+    if "momentum" in out and "momentum_buffer" not in out:
+        out["momentum_buffer"] = out.pop("momentum") * (1 - mu)
+    out["step"], out["phase"] = int(out.get("step", 0)), int(out.get("phase", 0))
+    return out
+
+
+def _adamw_entry(entry: dict[str, Any], saved: Mapping[str, Any], mu: float) -> dict[str, Any]:
+    out = dict(entry)
+    if "momentum" in out and "variance" in out:
+        out["exp_avg"], out["exp_avg_sq"] = out.pop("momentum"), out.pop("variance")
+    out.setdefault("step", saved.get("step", 0))
+    return out
+
+
+def _copied(entry: dict[str, Any]) -> dict[str, Any]:
+    """The caller's tensors stay the caller's; the momentum keeps its dtype."""
+    out = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+    if "momentum_buffer" in out:
+        out["momentum_buffer"] = _Kept(out["momentum_buffer"])
+    return out
+
+
+def _translate_group(saved: dict[str, Any], group: Mapping[str, Any], optimizer: PeriodicRowMuon) -> None:
+    """Settings of microsoft/dion's Muon under the names used here.
+
+    Raises:
+        ValueError: its rule for the learning rate has no counterpart here on these shapes.
+    """
+    if "mu" not in saved:
+        return
+    saved.setdefault("betas", (saved.get("beta1", 0.9), saved.get("beta2", 0.95)))
+    saved.setdefault("eps", saved.get("epsilon", group["eps"]))
+    if group["algorithm"] != "muon":
+        return
+    saved.setdefault("momentum", saved["mu"])
+    if "adjust_lr_fn" in saved or "adjust_lr" not in saved:
+        return
+    scales = {
+        "rms_norm": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+        "spectral_norm": lambda m, n: math.sqrt(m / n),
+        None: lambda m, n: 1.0,
+    }
+    theirs = scales[saved["adjust_lr"]]
+    shapes = [optimizer._layouts[parameter].matrix_shape for parameter in group["params"]]
+    for name in ("original", "match_rms_adamw"):
+        if all(math.isclose(theirs(*shape), spectral_scale(*shape, name)) for shape in shapes):
+            saved["adjust_lr_fn"] = name
+            return
+    raise ValueError(
+        f"the state dict scales lr by adjust_lr={saved['adjust_lr']!r}, which is neither 'original' nor "
+        f"'match_rms_adamw' for all of the shapes {sorted(set(shapes))}. Convert its groups' lr and give them the "
+        "adjust_lr_fn that it is then meant for, before loading."
+    )
+
+
+def _routing_problems(saved: Mapping[str, Any], group: Mapping[str, Any], names: list[str]) -> list[str]:
     problems = []
-    names = group.get("param_names") or [f"params[{i}]" for i in range(len(group["params"]))]
     for key in ("algorithm", "chunks", "stack_dims"):
         if key in saved and key in group and saved[key] != group[key]:
             problems.append(f"{key}={saved[key]!r} in the state dict, {group[key]!r} here, for {names}")
@@ -79,13 +168,20 @@ def _routing_problems(saved: dict[str, Any], group: dict[str, Any]) -> list[str]
     return problems
 
 
-def _check_shape(buffer: Any, parameter: Any, group: dict[str, Any], index: Any) -> None:
-    if tuple(buffer.shape) != tuple(parameter.shape):
-        raise ValueError(
-            f"state {index} has shape {tuple(buffer.shape)}, its parameter {tuple(parameter.shape)}, in a group with "
-            f"algorithm={group['algorithm']!r}"
-        )
+def _state_problems(entry: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any], name: str) -> list[str]:
+    needed = ["momentum_buffer"] if group["algorithm"] == "muon" else ["exp_avg", "exp_avg_sq"]
+    if group.get("amsgrad"):
+        needed.append("max_exp_avg_sq")
+    for key in needed:
+        if key not in entry:
+            return [
+                f"{name!r} is in a group with algorithm={group['algorithm']!r}, but its state has no {key!r}: "
+                f"{sorted(entry)}"
+            ]
+        if tuple(entry[key].shape) != tuple(parameter.shape):
+            return [f"{name!r} has shape {tuple(parameter.shape)}, its {key} {tuple(entry[key].shape)}"]
+    return []
 
 
-def _summary(group: dict[str, Any]) -> str:
+def _summary(group: Mapping[str, Any]) -> str:
     return f"{group.get('algorithm', '?')} x {len(group['params'])}"
