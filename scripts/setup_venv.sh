@@ -11,6 +11,7 @@
 #
 # Runs on bash 3.2 and with BSD tools (macOS). No arrays that may be empty: bash 3.2 takes them for unset.
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Settings of the caller's shell that would send pip or Python elsewhere than into .venv.
 unset PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -25,10 +26,9 @@ FORBIDDEN = {
 
 def tracked_files() -> list[Path]:
     """What git knows or would take up; in an unpacked archive, every file outside of the caches."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True
-    )
-    if listed.returncode == 0:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True) if shutil.which("git") else None
+    if listed is not None and listed.returncode == 0:
         paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
     else:
         hidden = (".venv", ".git", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
