@@ -61,11 +61,10 @@ def test_keller_jordans_range() -> None:
     assert 0.67 < values.min() < 0.70 and 1.10 < values.max() < 1.21
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "lower", "error"), [(5, 5e-2, 0.05), (6, 1e-2, 0.03), (8, 1e-3, 1e-4), (12, 1e-3, 1e-12)]
-)
-def test_polar_express_converges(num_steps: int, lower: float, error: float) -> None:
-    values = map_values(np.geomspace(lower, 1.0, 20001), resolve_coefficients("polar_express", num_steps))
+@pytest.mark.parametrize(("num_steps", "error"), [(5, 0.16), (6, 0.006), (7, 1e-5), (8, 1e-14), (12, 1e-14)])
+def test_polar_express_converges(num_steps: int, error: float) -> None:
+    """On the interval that it was made for."""
+    values = map_values(np.geomspace(1e-3, 1.0, 20001), resolve_coefficients("polar_express", num_steps))
     assert np.abs(values - 1).max() < error
 
 
@@ -118,21 +117,22 @@ def test_bad_coefficients(coefficients, steps, message: str) -> None:
 # The result
 
 
-# float64 rounds at 1e-16 and fp32 at 6e-8, and five quintics with slopes of 3.4 to 8.3 enlarge that by 10 to 100. bf16
-# rounds at 4e-3, and one row or column has a single value, on which the whole rounding shows.
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.035)]
-)
+# float64 rounds at 1e-16 and fp32 at 6e-8, and five quintics with slopes of up to 8 enlarge that by 10 to 100. bf16
+# rounds at 4e-3, which evens out over a matrix; a single row has one singular value, and all of it shows there.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.05}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", ["keller_jordan", "polar_express"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_against_reference(shape, form, name, dtype, tolerance) -> None:
+def test_against_reference(shape, form, name, dtype) -> None:
     triples = resolve_coefficients(name, None)
     matrix = gaussian(*shape)
     exact = torch.from_numpy(reference.newton_schulz(matrix.numpy(), triples))
     result = newton_schulz(matrix, triples, dtype=dtype, form=form)
     assert result.dtype == dtype and result.shape == shape
-    assert relative_error(result, exact) < tolerance
+    assert relative_error(result, exact) < TOLERANCES[dtype] * (3 if 1 in shape else 1)
 
 
 def test_acts_on_singular_values_alone() -> None:
@@ -168,14 +168,16 @@ def test_any_float_comes_in(dtype: torch.dtype) -> None:
     assert relative_error(newton_schulz(matrix, KELLER_JORDAN, dtype=torch.float32), exact) < 2e-5
 
 
-# Large symmetric products are cut into parts and mirrored; sizes that no part divides.
-@pytest.mark.parametrize("shape", [(645, 333 * 2 + 7), (401, 1003), (1100, 420), (777, 777)])
+# Large symmetric products are cut into two or three parts and mirrored; sizes that no part divides.
+@pytest.mark.parametrize("shape", [(525, 533), (401, 1003), (900, 401), (777, 779)])
 def test_large_matrices(shape) -> None:
     matrix = gaussian(*shape, dtype=torch.float32)
-    exact = torch.from_numpy(reference.newton_schulz(matrix.double().numpy(), KELLER_JORDAN))
+    wide = matrix if shape[0] < shape[1] else matrix.mT
+    exact = torch.from_numpy(reference.newton_schulz(wide.double().numpy(), KELLER_JORDAN[:3]))
+    exact = exact if wide is matrix else exact.mT
     for form in FORMS:
-        result = newton_schulz(matrix, KELLER_JORDAN, dtype=torch.float32, form=form)
-        assert relative_error(result, exact) < 2e-5
+        result = newton_schulz(matrix, KELLER_JORDAN[:3], dtype=torch.float32, form=form)
+        assert relative_error(result, exact) < 1e-5
 
 
 # Scale
@@ -253,12 +255,13 @@ def hard_spectra(r: int) -> dict[str, Tensor]:
     return spectra | {"huge": torch.logspace(30, 28, r)}
 
 
-@pytest.mark.parametrize("shape", [(128, 256), (512, 128), (128, 640)])
+@pytest.mark.parametrize("shape", [(128, 256), (512, 128)])
 @pytest.mark.parametrize("name", ["keller_jordan", "polar_express"])
 @pytest.mark.parametrize("spectrum", hard_spectra(128))
 def test_gram_form_on_hard_spectra(spectrum: str, name: str, shape) -> None:
     """Against the direct form in float64. On these the direct form itself errs by up to 3e-5 in fp32 and, where most
-    singular values are noise, 0.7 in bf16."""
+    singular values are noise, 0.7 in bf16. Equal singular values make the diagonal of the Gram matrix constant: then
+    its rounding is the same in every row, a common factor, and doesn't even out."""
     triples = resolve_coefficients(name, None)
     matrix = with_spectrum(*shape, hard_spectra(128)[spectrum])
     exact = newton_schulz(matrix, triples, dtype=torch.float64, form="direct")
@@ -266,7 +269,7 @@ def test_gram_form_on_hard_spectra(spectrum: str, name: str, shape) -> None:
     assert relative_error(newton_schulz(matrix, triples, dtype=torch.float32, form="gram"), exact) < 2e-4
     direct = relative_error(newton_schulz(matrix, triples, form="direct"), exact)
     gram = relative_error(newton_schulz(matrix, triples, form="gram"), exact)
-    assert gram < 1.25 * direct + 0.025
+    assert gram < 1.25 * direct + (0.15 if spectrum == "equal" else 0.025)
 
 
 def test_gram_form_without_restart_would_fail() -> None:
@@ -381,22 +384,32 @@ def test_bad_arguments(matrix: Tensor, arguments, message: str) -> None:
         newton_schulz(matrix, KELLER_JORDAN, **arguments)
 
 
-# Every product in full on the meta device, halves mirrored on a CPU from 2^28 FLOPs on.
-@pytest.mark.parametrize(
-    "shape", [(12, 20), (20, 12), (16, 16), (1, 7), (128, 512), (700, 300), (420, 1680), (800, 900)]
-)
+FLOP_SHAPES = [(12, 20), (20, 12), (16, 16), (1, 7), (128, 512), (700, 300), (420, 1680), (800, 900)]
+
+
+@pytest.mark.parametrize("shape", FLOP_SHAPES)
 @pytest.mark.parametrize("form", ["direct", "gram", "auto"])
-@pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(("name", "num_steps"), [("keller_jordan", 5), ("polar_express", 7)])
-def test_flops_are_those_counted(shape, form, device, name, num_steps) -> None:
-    if device == "cpu" and (num_steps == 7 or form == "auto") and max(shape) > 300:
-        pytest.skip("the same code, seconds of arithmetic")
+def test_flops_are_those_counted(shape, form, name, num_steps) -> None:
+    """Every product in full, as on any device but a CPU."""
     triples = resolve_coefficients(name, num_steps)
-    matrix = torch.zeros(2, *shape, device=device)
     with FlopCounterMode(display=False) as counter:
-        newton_schulz(matrix, triples, form=form)
-    expected = newton_schulz_flops(*shape, num_steps, form, coefficients=name, device_type=device)
+        newton_schulz(torch.zeros(2, *shape, device="meta"), triples, form=form)
+    expected = newton_schulz_flops(*shape, num_steps, form, coefficients=name, device_type="meta")
     assert counter.get_total_flops() == 2 * expected
+    assert expected == newton_schulz_flops(*shape, num_steps, form, coefficients=name)
+
+
+@pytest.mark.parametrize("shape", FLOP_SHAPES)
+@pytest.mark.parametrize("form", ["direct", "gram"])
+def test_flops_are_those_counted_on_a_cpu(shape, form) -> None:
+    """Halves of large products are mirrored instead of computed."""
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(torch.zeros(shape), KELLER_JORDAN[:3], form=form)
+    expected = newton_schulz_flops(*shape, 3, form, device_type="cpu")
+    assert counter.get_total_flops() == expected
+    full = newton_schulz_flops(*shape, 3, form)
+    assert (expected < full) == (min(shape) >= 420)
 
 
 def test_flops_of_the_direct_form() -> None:

@@ -393,14 +393,12 @@ def test_apply_direction_is_torchs_arithmetic(dtype) -> None:
     assert torch.equal(weight, expected)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# bf16 without Nesterov is left out: there torch 2.13 overwrites its momentum with the normalised one.
+@pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("convention", [None, "match_rms_adamw"])
 @pytest.mark.parametrize("shape", [(24, 80), (80, 24), (48, 48), (1, 40), (40, 1), (128, 384), (512, 136)])
 def test_twenty_refreshes_are_torch_muon(shape, convention, dtype, nesterov) -> None:
     """Both normalise and round to bf16 in another order, and five quintics don't contract: 0.03 and 0.15."""
-    if dtype == torch.bfloat16 and not nesterov:
-        pytest.skip("torch 2.13 overwrites its momentum with the normalised one here")
     weight = gaussian(*shape, dtype=dtype)
     start, momentum = weight.clone(), torch.zeros_like(weight)
     parameter = torch.nn.Parameter(weight.clone())
