@@ -114,6 +114,8 @@ class Namespaces:
                 # No IPv6 address: its neighbour discovery would be counted, and gloo could pick it.
                 _tool("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none", "up")
             _tool("ip", "-n", name, "link", "set", "lo", "up")
+            # The same on every host: reno is in every kernel, and where nothing is lost it fills the link steadily.
+            _tool("ip", "netns", "exec", name, "sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
 
     def _limit(self, namespace: str, device: str) -> None:
         """A token bucket on what this end sends. The queue is deep, for a fabric that loses nothing."""

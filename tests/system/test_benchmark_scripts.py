@@ -1,0 +1,137 @@
+"""The benchmark scripts run end to end at toy size, count what they should, and judge by their own numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import optimizer_step  # noqa: E402
+import reporting  # noqa: E402
+import sharded_step  # noqa: E402
+import train_step  # noqa: E402
+
+
+def test_optimizer_step(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    arguments = ["--hidden", "32", "--depth", "1", "--rounds", "2", "--pairs", "2", "--chunked", "--json", str(path)]
+    command = [sys.executable, str(BENCHMARKS / "optimizer_step.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(path.read_text())
+    seconds = data["sizes"]["32 wide"]["seconds"]
+    assert all(seconds[name]["median"] > 0 for name in vars(optimizer_step.Times()))
+    assert seconds["periodic_row"]["num"] == 2 * seconds["periodic_refresh"]["num"] == 4
+    for name in optimizer_step.TARGETS:
+        assert data[name] == data["sizes"]["32 wide"]["ratios"][name]["median"]
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize(("row", "verdict"), [(1.0, "yes"), (5.0, "**no**")])
+def test_optimizer_step_judges_the_worst_size(row: float, verdict: str) -> None:
+    good = optimizer_step.Times([1.0], [2.8], [0.1], [2.9], [3.0], [0.5], [1.0])
+    other = optimizer_step.Times([1.0], [2.8], [0.1], [2.9], [3.0], [row], [1.0])
+    data, text = optimizer_step.report({"S": good, "B": other}, optimizer_step.parse([]))
+    assert data["row_over_adamw_fused"] == row
+    assert data["k3_over_k1"] == pytest.approx(1 / 2.9)
+    (line,) = [line for line in text.splitlines() if line.startswith("| row_over_adamw_fused")]
+    assert line.rstrip(" |").endswith(verdict)
+
+
+@pytest.fixture(scope="module")
+def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Two ranks at toy size, all of our methods and the baseline."""
+    trace = tmp_path_factory.mktemp("trace")
+    methods = [name for name in sharded_step.METHODS if name not in sharded_step.PEERS]
+    arguments = ["--ranks", "2", "--hidden", "32", "--depth", "1", "--rounds", "1", "--timeout", "240"]
+    options = sharded_step.parse([*arguments, "--trace", str(trace), "--methods", *methods])
+    run = sharded_step.run_at(None, options)
+    assert sorted(path.name for path in trace.iterdir()) == ["exchange.json.gz", "gather.json.gz"]
+    return run
+
+
+def test_sharded_step_counts(sharded_run: dict) -> None:
+    methods, numel = sharded_run["methods"], 18 * 32 * 32
+    assert sharded_run["num_parameters"] == numel
+    # Two ranks: the baseline's rank sends its half in fp32, the gather in bf16, every step or every third.
+    assert methods["vanilla"]["logical"] == numel / 2 * 4
+    assert methods["gather K=1"]["logical"] == numel / 2 * 2
+    assert methods["gather K=3"]["logical"] == pytest.approx(numel / 2 * 2 / 3)
+    # Half of what a rank holds goes to the other's matrices, and as much comes home: on average a quarter each way.
+    assert methods["exchange K=1"]["logical"] == numel / 4 * 2 * 2
+    if sharded_run["network"]["kind"] == "namespaces":
+        for name, method in methods.items():
+            assert method["wire"] > method["logical"], name
+        assert methods["exchange K=3"]["row_wire_max"] < 2000  # the barrier of the measurement alone
+    else:
+        assert methods["vanilla"]["wire"] is None
+
+
+def test_sharded_step_compares_like_with_like(sharded_run: dict) -> None:
+    for name, method in sharded_run["methods"].items():
+        assert method["computes_whole"], (name, method["cosines"])
+        assert method["cosines"]["shard"] < 0.99  # the known fault would be seen
+        if method["difference"] is not None:
+            assert method["difference"] < 0.1, name  # bf16 Newton-Schulz of bf16 or fp32 directions
+    assert sharded_run["methods"]["exchange K=1"]["difference"] > 0
+    traced = sharded_run["traces"]["gather K=1"]
+    assert traced["collectives"] > 0
+    assert 0 <= traced["spanned"] <= traced["orthogonalizations"]
+
+
+def test_sharded_step_judges_by_its_numbers() -> None:
+    def method(name: str, milliseconds: float, logical: float, blocked: float | None = None) -> sharded_step.Measured:
+        spread = reporting.Spread.of([milliseconds / 1e3])
+        blocked = None if blocked is None else blocked / 1e3
+        same = {"whole": 1.0, "shard": 0.9}
+        return sharded_step.Measured(name, spread, spread, None, logical, logical, None, None, blocked, same, None)
+
+    measured = {
+        m.name: m
+        for m in (
+            method("vanilla", 1000, 1200),
+            method("gather K=1", 700, 600),
+            method("gather K=1 no-overlap", 800, 600, blocked=300),
+            method("gather K=3", 340, 200),
+            method("exchange K=1", 260, 300),
+            method("exchange K=3", 90, 100),
+        )
+    }
+    found = {v["what"]: v["reached"] for v in sharded_step.verdicts(measured, with_time=True)}
+    assert found == {
+        "gather K=3: less time than vanilla": True,
+        "gather K=3: fewer logical bytes than vanilla": True,
+        "exchange K=1: less time than vanilla": False,
+        "exchange K=1: fewer logical bytes than vanilla": True,
+        "exchange K=3: less time than vanilla": False,
+        "exchange K=3: fewer logical bytes than vanilla": True,
+        "gather K=3: fewer logical bytes than gather K=1": True,
+        "gather: communication hidden": False,
+    }
+
+
+def test_train_step() -> None:
+    arguments = ["--ranks", "2", "--hidden", "64", "--depth", "1", "--batch", "2", "--rounds", "1", "--timeout", "240"]
+    command = [sys.executable, str(BENCHMARKS / "train_step.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in train_step.METHODS:
+        assert f"| {name} " in done.stdout
+    assert "With `vanilla` the optimizer takes" in done.stdout
+
+
+def test_train_step_predicts_from_the_share() -> None:
+    ranks = [
+        {"seconds": {"vanilla": {"train": [10.0], "optimize": [4.0]}, "ours": {"train": [6.9], "optimize": [1.0]}}},
+        {"seconds": {"vanilla": {"train": [9.0], "optimize": [3.0]}, "ours": {"train": [7.0], "optimize": [0.5]}}},
+    ]
+    found = train_step.summarize(ranks)  # the slowest rank counts
+    assert found["vanilla"]["share"] == pytest.approx(0.4)
+    assert found["ours"]["less"] == pytest.approx(0.3)
+    assert found["ours"]["predicted"] == pytest.approx(0.3)
