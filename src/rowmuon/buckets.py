@@ -5,6 +5,7 @@ Pure values. A bucket is the same on all ranks; `Bucket.route` says what one of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -13,8 +14,11 @@ from typing import Literal
 import torch
 
 from rowmuon.layout import COLS, ROWS, Box, Layout
+from rowmuon.members import Held, Run, runs_of
 
 __all__ = ["Bucket", "Matrix", "Piece", "Route", "merge_pieces", "needs_exchange"]
+
+_MAX_ROUTES_KEPT = 8  # a process asks for its own; whoever prices a cluster asks for many, one after another
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Bucket:
     matrices: tuple[Matrix, ...]
     layouts: dict[int, Layout] = field(repr=False)
     shares_replicas: bool = False
+    _routes: dict[int, Route] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def layout(self) -> Layout:
@@ -115,11 +120,20 @@ class Bucket:
                 yield Piece(position, box, offset)
                 offset += box.numel
 
+    def runs(self, position: int, group: tuple[int, ...]) -> tuple[Run, ...]:
+        """What the members of a shard group hold of the matrix at ``position``."""
+        matrix = self.matrices[position]
+        return runs_of(self.layouts[matrix.entry], group, matrix.box)
+
     def route(self, rank: int) -> Route:
-        """What ``rank`` does in this bucket."""
-        if self.kind == "local":
-            return self._local_route(rank)
-        return self._gather_route(rank) if self.kind == "gather" else self._exchange_route(rank)
+        """What ``rank`` does in this bucket; kept, for a few ranks."""
+        route = self._routes.get(rank)
+        if route is None:
+            make = {"local": self._local_route, "gather": self._gather_route, "exchange": self._exchange_route}
+            if len(self._routes) >= _MAX_ROUTES_KEPT:
+                self._routes.clear()
+            route = self._routes[rank] = make[self.kind](rank)
+        return route
 
     def _local_route(self, rank: int) -> Route:
         mine = tuple(self.parts(range(len(self.matrices)), rank))
@@ -129,11 +143,9 @@ class Bucket:
     def _gather_route(self, rank: int) -> Route:
         group = self.layout.shard_group(rank)
         everything = range(len(self.matrices))
-        held = [tuple(self.parts(everything, member)) for member in group]
-        padded = max(sum(piece.numel for piece in pieces) for pieces in held)
-        mine = held[group.index(rank)]
-        assemble = merge_pieces([_shift(p, i * padded) for i, pieces in enumerate(held) for p in pieces])
-        return Route(group, mine, (padded,), (padded,) * len(group), tuple(everything), assemble, mine)
+        assemble, counts = self._arriving(everything, group, padded=True)
+        mine = tuple(self.parts(everything, rank))
+        return Route(group, mine, counts[:1], counts, tuple(everything), assemble, mine)
 
     def _exchange_route(self, rank: int) -> Route:
         layout = self.layout
@@ -145,33 +157,58 @@ class Bucket:
         for position, matrix in enumerate(self.matrices):
             by_owner.setdefault(matrix.owner, []).append(position)
 
-        def parts_of(of_replica: int) -> list[tuple[Piece, ...]]:
-            out, offset = [], 0
-            for owner in range(len(group)):
-                pieces = tuple(self.parts(by_owner.get((of_replica, owner), ()), rank, offset))
-                offset += sum(piece.numel for piece in pieces)
-                out.append(pieces)
-            return out
+        def parts_of(of_replica: int) -> tuple[list[Piece], list[int]]:
+            pieces: list[Piece] = []
+            counts = [0] * len(group)
+            offset = 0
+            for owner in sorted(s for r, s in by_owner if r == of_replica):
+                here = list(self.parts(by_owner[of_replica, owner], rank, offset))
+                counts[owner] = sum(piece.numel for piece in here)
+                offset += counts[owner]
+                pieces += here
+            return pieces, counts
 
-        per_owner = parts_of(replica)
-        mine = tuple(piece for pieces in per_owner for piece in pieces)
+        pieces, send_counts = parts_of(replica)
+        mine = tuple(pieces)
         owned = tuple(by_owner.get((replica, member), ()))
-        received: list[Piece] = []
-        counts: list[int] = []
-        offset = 0
-        for source in group:
-            pieces = tuple(self.parts(owned, source, offset))
-            counts.append(sum(piece.numel for piece in pieces))
-            offset += counts[-1]
-            received += pieces
-        send_counts = tuple(sum(piece.numel for piece in pieces) for pieces in per_owner)
-        route = (group, mine, send_counts, tuple(counts), owned, merge_pieces(received), mine)
+        assemble, recv_counts = self._arriving(owned, group, padded=False)
+        route = (group, mine, tuple(send_counts), recv_counts, owned, assemble, mine)
         if not self.shares_replicas:
             return Route(*route)
-        of_replica = [tuple(p for pieces in parts_of(r) for p in pieces) for r in range(len(replicas))]
-        share_count = max(sum(piece.numel for piece in pieces) for pieces in of_replica)
-        shared = tuple(_shift(p, r * share_count) for r, pieces in enumerate(of_replica) for p in pieces)
+        of_replicas = [parts_of(r)[0] for r in range(len(replicas))]
+        share_count = max(sum(piece.numel for piece in of_replica) for of_replica in of_replicas)
+        shared = tuple(_shift(p, r * share_count) for r, of_replica in enumerate(of_replicas) for p in of_replica)
         return Route(*route, replicas, share_count, shared)
+
+    def _arriving(
+        self, positions: Sequence[int], group: tuple[int, ...], *, padded: bool
+    ) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+        """The buffer to which every member of ``group`` has sent its parts of those matrices, member after member.
+
+        Args:
+            padded: every member's section has the size of the largest.
+
+        Returns:
+            Its pieces, matrix by matrix, and the size of each member's section.
+        """
+        runs = [(position, run) for position in positions for run in self.runs(position, group)]
+        held = Held(len(group))
+        held.add(run for _, run in runs)
+        sections = [held.most] * len(held.counts) if padded else held.counts
+        sizes = held.sizes()
+        begins = [0, *itertools.accumulate(size * section for size, section in zip(sizes, sections, strict=True))]
+        filled = [0] * len(sections)
+        pieces = []
+        for position, run in runs:
+            for i in held.steps(run):
+                box, offset = run.part(held.starts[i], sizes[i]), begins[i] + filled[i]
+                filled[i] += run.numel
+                several = sizes[i] > 1
+                pieces.append(
+                    Piece(position, box, offset, sizes[i], sections[i] * several, run.dim if several else ROWS)
+                )
+        counts = itertools.chain.from_iterable([section] * size for size, section in zip(sizes, sections, strict=True))
+        return merge_pieces(pieces), tuple(counts)
 
 
 def _shift(piece: Piece, offset: int) -> Piece:
@@ -179,7 +216,7 @@ def _shift(piece: Piece, offset: int) -> Piece:
 
 
 def merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Joins equal boxes that continue each other along rows or columns at equal distances in the buffer."""
+    """Joins single boxes to others that they continue, along rows or columns, at equal distances in the buffer."""
     last_of: dict[int, int] = {}
     merged: list[Piece] = []
     for piece in pieces:
@@ -196,7 +233,7 @@ def merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 
 def _join(run: Piece, piece: Piece) -> Piece | None:
     step = piece.offset - (run.offset + (run.count - 1) * run.stride)
-    if run.count > 1 and step != run.stride:
+    if piece.count > 1 or (run.count > 1 and step != run.stride):
         return None
     for dim in (ROWS, COLS):
         if run.count > 1 and dim != run.dim:

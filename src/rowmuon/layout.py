@@ -65,6 +65,13 @@ class Grid:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash  # thousands of ranks, and every layout on the mesh is a key that contains them
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.ranks))
+
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
         return dict(zip(self.ranks, itertools.product(*map(range, self.shape)), strict=True))
@@ -271,15 +278,20 @@ def layout_of(
         for axis, tensor_dim in _split_order(placements, grid, f"parameter {name!r} {shape}")
     )
     layout = Layout(shape, stack_dims, chunks, grid, splits)
-    if mesh.get_coordinate() is not None:
-        rank = torch.distributed.get_rank()
-        held = tuple(tensor.to_local().shape)  # type: ignore[attr-defined]
-        if math.prod(held) != layout.box(rank).numel:
-            raise ValueError(
-                f"parameter {name!r} {shape}, placements {placements}: rank {rank} holds {held}, but these placements "
-                f"put {layout.box(rank).shape} of (stack, rows, columns) there. Distribute it with torch.chunk's rule "
-                "(fully_shard, distribute_tensor and parallelize_module do)."
-            )
+    rank = torch.distributed.get_rank()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"parameter {name!r} {shape}: rank {rank} is none of its mesh's ranks {list(grid.ranks)}. Give each rank's "
+            "optimizer the parameters that live on that rank, as with pipeline stages."
+        )
+    held = tuple(tensor.to_local().shape)  # type: ignore[attr-defined]
+    right = layout.box(rank)
+    if math.prod(held) != right.numel or (right.numel and view_shape(held, stack_dims) != right.shape):
+        raise ValueError(
+            f"parameter {name!r} {shape}, placements {placements}: rank {rank} holds {held}, but these placements "
+            f"put {right.shape} of (stack, rows, columns) there. Distribute it with torch.chunk's rule "
+            "(fully_shard, distribute_tensor and parallelize_module do)."
+        )
     return layout
 
 

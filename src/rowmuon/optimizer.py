@@ -28,7 +28,7 @@ from rowmuon.groups import (
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.orthogonalize import Triple, resolve_coefficients
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
-from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, plan_hash
+from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, explain_difference, plan_hash
 from rowmuon.process_groups import ProcessGroups
 from rowmuon.runtime import Runtime, all_finite
 from rowmuon.shards import Hyper, Shard, make_shard
@@ -198,8 +198,8 @@ class PeriodicRowMuon(Optimizer):
         self._runtime = Runtime(rank, self._process_groups.group_of)
 
     def __getstate__(self) -> dict[str, Any]:
-        # As torch does: no hooks, and not the `step` that a scheduler has put over this object's own. A process group
-        # is a handle of this process; plans and layouts are made again from the groups.
+        # As torch does: no hooks, nor the `step` that a scheduler put over this object's own. A process group is a
+        # handle of this process; plans and layouts are made again from the groups.
         names = ("options", "stagger", "ns_dtype", "state_dtype", "skip_nonfinite", "num_skipped_steps", "traffic")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
@@ -258,16 +258,16 @@ class PeriodicRowMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        muon = self._muon_params()
+        if not self._compared:
+            self._compare(muon)
         if self.skip_nonfinite and not self._gradients_are_finite():
             self.num_skipped_steps += 1
             return loss
         adamw.check_gradients(self.param_groups)
-        muon = self._muon_params()
         kind = _kind([due for *_, due in muon])
         shards = self._shards(muon)
         plan = self._plan(muon)
-        if not self._compared:
-            self._compare(muon)
         counts = self.traffic[kind]
         counts.num_steps += 1
         self._runtime.execute(plan, shards, counts, fill=self._step_adamw)
@@ -339,18 +339,20 @@ class PeriodicRowMuon(Optimizer):
         return all_finite(grads, local_tensor(params[0]).device, self.process_group) if params else True
 
     def _compare(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> None:
-        """Once after every change of the groups: all ranks of each process group must be about to do the same."""
-        self._compared = True
+        """Raises RuntimeError, on all ranks of a mesh, if one of them would do something else; it is named."""
         entries = self._entries(muon)
-        steps = [self.state[p]["step"] for p, _, _ in muon]
-        for ranks, members in self._process_groups.members(entry.layout for entry in entries).items():
-            if self._process_groups.is_fake(ranks):
+        heard: list[dict[int, int]] = []
+        for stages, members in self._process_groups.comparisons(entry.layout for entry in entries).values():
+            if self._process_groups.is_fake(stages[0]):
                 continue
-            chosen = [entries[i] for i in members]
-            extra = [(muon[i][1]["period"], steps[i], self.state[muon[i][0]]["phase"]) for i in members]
-            device = local_tensor(muon[members[0]][0]).device
-            number = plan_hash(chosen, self.options, extra)
-            self._runtime.compare(ranks, number, device, "parameters, settings or step counts")
+            states = [self.state[muon[i][0]] for i in members]
+            kinds = [(muon[i][1]["period"], s["step"], s["phase"]) for i, s in zip(members, states, strict=True)]
+            number = plan_hash([entries[i] for i in members], self.options, (self.skip_nonfinite, kinds))
+            heard.append(self._runtime.numbers_of_all(stages, number, local_tensor(muon[members[0]][0]).device))
+        problems = [difference for difference in map(explain_difference, heard) if difference]
+        if problems:  # only now: a rank that stopped at the first would leave others waiting in the second
+            raise RuntimeError("; ".join(problems))
+        self._compared = True
 
     # -------------------------------------------------------------------------------------------------- reports
 

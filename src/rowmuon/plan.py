@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ import torch
 from rowmuon.buckets import Bucket, Matrix, needs_exchange
 from rowmuon.layout import Box, Layout
 
-__all__ = ["Entry", "PlanOptions", "StepPlan", "build_plan", "plan_hash"]
+__all__ = ["Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
 
 RefreshMode = Literal["exchange", "gather"]
 
@@ -70,26 +70,36 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """One step: ``buckets`` are refreshed; the entries in ``rows`` take a row step.
+class SplitRows:
+    """``members`` are entries whose rows are split between ``ranks``: their partial sums take one all-reduce.
 
-    row_groups: the entries of ``rows`` whose rows are split between ranks, by the mesh axes that split them. Their
-    partial sums take one all-reduce per process group.
+    dtype: of the sums, float32 (float64 for a float64 momentum), whatever this rank's gradients are.
     """
+
+    ranks: tuple[int, ...]
+    dtype: torch.dtype
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: ``buckets`` are refreshed; the entries in ``rows`` take a row step."""
 
     entries: tuple[Entry, ...]
     buckets: tuple[Bucket, ...]
     rows: tuple[int, ...]
     options: PlanOptions
 
-    def split_rows(self, rank: int) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Process group (its ranks) -> entries whose partial row sums are added over it."""
-        groups: dict[tuple[int, ...], list[int]] = {}
+    def split_rows(self, rank: int) -> list[SplitRows]:
+        """The entries in ``rows`` whose row norms need a sum over other ranks, by process group (and sums' dtype)."""
+        groups: dict[tuple, list[int]] = {}
         for index in self.rows:
-            layout = self.entries[index].layout
-            if layout.column_axes:
-                groups.setdefault(layout.ranks_along(layout.column_axes, rank), []).append(index)
-        return {group: tuple(members) for group, members in groups.items()}
+            entry = self.entries[index]
+            if entry.layout.column_axes:
+                dtype = torch.promote_types(entry.dtype, torch.float32)
+                ranks = entry.layout.ranks_along(entry.layout.column_axes, rank)
+                groups.setdefault((ranks, dtype, entry.device), []).append(index)
+        return [SplitRows(ranks, dtype, tuple(members)) for (ranks, dtype, _), members in groups.items()]
 
     def num_flops(self, rank: int) -> int:
         """FLOPs of this rank's orthogonalisations."""
@@ -110,9 +120,9 @@ class StepPlan:
 
         An all-reduce counts as reduce-scatter and all-gather: 2 (N-1)/N of its buffer.
         """
-        for group, members in self.split_rows(rank).items():
-            num_rows = sum(math.prod(self.entries[i].layout.box(rank).shape[:2]) for i in members)
-            yield 2 * (len(group) - 1) * num_rows * 4 // len(group)
+        for split in self.split_rows(rank):
+            num_rows = sum(math.prod(self.entries[i].layout.box(rank).shape[:2]) for i in split.members)
+            yield 2 * (len(split.ranks) - 1) * num_rows * split.dtype.itemsize // len(split.ranks)
         for bucket in self.buckets:
             yield from _bucket_bytes(bucket, rank)
 
@@ -286,3 +296,22 @@ def plan_hash(entries: Sequence[Entry], options: PlanOptions, extra: Sequence[ob
         digest.update(repr((entry.layout, entry.dtype, entry.device, entry.kernel, entry.num_flops)).encode())
     digest.update(repr((options, tuple(extra))).encode())
     return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
+def explain_difference(numbers: Mapping[int, int]) -> str:
+    """What is wrong if the ranks' plans differ; empty if they don't.
+
+    Args:
+        numbers: rank -> its `plan_hash`.
+    """
+    alike: dict[int, list[int]] = {}
+    for rank, number in sorted(numbers.items()):
+        alike.setdefault(number, []).append(rank)
+    if len(alike) == 1:
+        return ""
+    most, *others = sorted(alike.values(), key=len, reverse=True)
+    return (
+        f"rank(s) {sorted(rank for ranks in others for rank in ranks)} would do something else in this step than "
+        f"rank(s) {most}: their parameters, settings or step counts differ. Give every rank of a mesh the same "
+        "parameters in the same order, the same groups and the same settings, and load the same checkpoint."
+    )

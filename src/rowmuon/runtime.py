@@ -7,7 +7,8 @@ Every rank issues the same collectives in the same order, whatever it holds and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -34,13 +35,27 @@ from rowmuon.traffic import StepTraffic
 __all__ = ["Runtime", "add_over", "all_finite"]
 
 
+@dataclass(frozen=True)
+class _Work:
+    """A collective under way."""
+
+    work: dist.Work | None
+    rank: int
+    ranks: tuple[int, ...]
+
+    def wait(self) -> None:
+        if self.work is not None:
+            with _explained(self.rank, self.ranks):
+                self.work.wait()
+
+
 @dataclass
 class _Flight:
     """A bucket on its way through the pipeline."""
 
     bucket: Bucket
     route: Route
-    work: dist.Work | None = None
+    work: _Work | None = None
     buffers: list[Tensor] = field(default_factory=list)  # kept until the collective that uses them is done
     received: Tensor | None = None
     sharing_is_due: bool = False  # replicas still have to pass the result on
@@ -110,20 +125,21 @@ class Runtime:
     ) -> list[Callable[[], None]]:
         """Adds up the partial row sums of all parameters whose rows are split: one all-reduce per process group."""
         finishers: list[Callable[[], None]] = []
-        for ranks, members in plan.split_rows(self.rank).items():
-            parts = [row_sums(shards[index]) for index in members]
+        for split in plan.split_rows(self.rank):
+            ranks, members = split.ranks, split.members
+            parts = [row_sums(shards[index]).to(split.dtype) for index in members]
             total = torch.cat(parts)
             counts.num_collectives += 1
             counts.bytes_sent += 2 * (len(ranks) - 1) * total.numel() * total.element_size() // len(ranks)
-            work = dist.all_reduce(total, group=self.group_of(ranks), async_op=True)
+            with _explained(self.rank, ranks):
+                work = _Work(dist.all_reduce(total, group=self.group_of(ranks), async_op=True), self.rank, ranks)
 
             def finish(
                 members: tuple[int, ...] = members,
                 parts: list[Tensor] = parts,
                 total: Tensor = total,
-                work: dist.Work | None = work,
+                work: _Work = work,
             ) -> None:
-                assert work is not None
                 work.wait()
                 for index, sums in zip(members, total.split([part.numel() for part in parts]), strict=True):
                     finish_split_rows(shards[index], sums)
@@ -212,13 +228,12 @@ class Runtime:
 
     # ---------------------------------------------------------------------------------------------- collectives
 
-    def _all_gather(
-        self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic
-    ) -> dist.Work | None:
+    def _all_gather(self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic) -> _Work:
         counts.num_collectives += 1
         counts.bytes_sent += (len(ranks) - 1) * part.numel() * part.element_size()
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output, part, group=self.group_of(ranks), async_op=True)
+        with _explained(self.rank, ranks):
+            return _Work(gather(output, part, group=self.group_of(ranks), async_op=True), self.rank, ranks)
 
     def _all_to_all(
         self,
@@ -228,31 +243,39 @@ class Runtime:
         send_counts: Sequence[int],
         ranks: tuple[int, ...],
         counts: StepTraffic,
-    ) -> dist.Work | None:
+    ) -> _Work:
         counts.num_collectives += 1
         counts.bytes_sent += (send.numel() - send_counts[ranks.index(self.rank)]) * send.element_size()
-        return dist.all_to_all_single(
-            output, send, list(recv_counts), list(send_counts), group=self.group_of(ranks), async_op=True
-        )
+        group = self.group_of(ranks)
+        with _explained(self.rank, ranks):
+            work = dist.all_to_all_single(output, send, list(recv_counts), list(send_counts), group, async_op=True)
+        return _Work(work, self.rank, ranks)
 
-    def compare(self, ranks: tuple[int, ...], number: int, device: torch.device | str, what: str) -> None:
-        """Makes sure that all of ``ranks`` hold the same number.
-
-        Raises:
-            RuntimeError: on every rank, naming those that differ from the majority.
-        """
-        mine = torch.tensor([number], dtype=torch.int64, device=device)
-        numbers = torch.empty(len(ranks), dtype=torch.int64, device=device)
+    def numbers_of_all(
+        self, stages: Sequence[tuple[int, ...]], number: int, device: torch.device | str
+    ) -> dict[int, int]:
+        """Rank -> its number, of all ranks that the process groups ``stages``, one after another, reach."""
+        known = torch.tensor([[self.rank, number]], dtype=torch.int64, device=device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(numbers, mine, group=self.group_of(ranks))
-        seen = numbers.tolist()
-        if len(set(seen)) > 1:
-            common = max(seen, key=seen.count)
-            odd = [rank for rank, value in zip(ranks, seen, strict=True) if value != common]
-            raise RuntimeError(
-                f"rank(s) {odd} of the process group {list(ranks)} would do something else in this step: their {what} "
-                "differ. Give every rank the same parameters in the same order, the same groups and the same settings."
-            )
+        for ranks in stages:
+            heard = known.new_empty(len(ranks) * known.shape[0], 2)
+            with _explained(self.rank, ranks):
+                gather(heard, known, group=self.group_of(ranks))
+            known = heard
+        return {int(rank): int(value) for rank, value in known.tolist()}
+
+
+@contextmanager
+def _explained(rank: int, ranks: Sequence[int]) -> Iterator[None]:
+    """Says what a failed collective means. What comes out of gloo or NCCL names a socket."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank}: a collective of the optimizer's over ranks {list(ranks)} failed. One of them has ended, or "
+            "didn't come within the process group's timeout: look for the first error in the logs of the others. This "
+            "step is half done; start again from a checkpoint."
+        ) from error
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> bool:

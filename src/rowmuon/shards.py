@@ -215,16 +215,15 @@ def disassemble(bucket: Bucket, route: Route, stack: Tensor) -> Tensor:
 
 def _lies_in_order(bucket: Bucket, route: Route) -> bool:
     """Whether the buffer holds the owned matrices one after another, each in row-major order."""
-    offset = 0
+    slot = {position: i for i, position in enumerate(route.owned)}
     for piece in route.assemble:
-        num_rows, num_cols = piece.box.shape[1:]
-        contiguous = num_cols == bucket.num_cols and (
+        contiguous = piece.box.shape[2] == bucket.num_cols and (
             piece.count == 1 or (piece.dim == ROWS and piece.stride * piece.count == piece.numel)
         )
-        if piece.offset != offset or not contiguous or num_rows == 0:
+        first_row = piece.box.bounds[ROWS][0] - bucket.matrices[piece.matrix].box.bounds[ROWS][0]
+        if not contiguous or piece.offset != slot[piece.matrix] * bucket.matrix_numel + first_row * bucket.num_cols:
             return False
-        offset += piece.numel
-    return offset == len(route.owned) * bucket.matrix_numel
+    return True
 
 
 def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

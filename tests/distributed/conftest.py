@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from ranks.pool import RankPool, device_type
 
 WORLD_SIZES = (1, 2, 3, 4, 8)

@@ -12,6 +12,7 @@ Device and backend are gloo on the CPU, or NCCL if the variable ROWMUON_TEST_DEV
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing
 import os
@@ -113,7 +114,7 @@ class RankPool:
 
     # ---------------------------------------------------------------------------------------------------- cases
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 90.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Calls ``function(*args)`` on every rank; returns what each has returned.
 
         Args:
@@ -124,19 +125,19 @@ class RankPool:
         Raises:
             RankError: it raised on a rank, a rank died, or it took too long.
         """
+        __tracebackhide__ = True  # pytest then shows the rank's traceback alone
         if not self._processes:
             self._start()
         source = inspect.getsourcefile(function)
         assert source is not None
         for connection in self._connections:
-            try:
+            with contextlib.suppress(OSError):  # that rank has died; collecting says how
                 connection.send((source, function.__qualname__, args))
-            except OSError:
-                pass  # that rank has died; collecting says how
         return self._collect(f"{function.__name__}{args!r}", timeout_s)
 
     def _collect(self, what: str, timeout_s: float) -> list[Any]:
         """One answer from every rank."""
+        __tracebackhide__ = True
         deadline = time.monotonic() + timeout_s
         answers: dict[int, tuple[str, Any]] = {}
         while len(answers) < self.world_size:

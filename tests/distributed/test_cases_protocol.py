@@ -1,0 +1,239 @@
+"""Faults that users of other sharded optimizers hit: rows P1, P2 and P5 to P7 of the project's list (P3 is in
+test_checkpoints.py). P4, recompilation, waits for a compiled path."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import rowmuon
+from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part
+from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, optimizer_on
+from ranks.placing import full
+
+
+def bits(params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: local_part(p).clone() for name, p in params.items()}
+
+
+def assert_equal_bits(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    for name in right:
+        assert torch.equal(found[name], right[name]), f"{name!r} has other bits"
+
+
+# --------------------------------------------------------------------------------------------------------------- P1
+
+
+@pytest.mark.parametrize("refresh", ["exchange", "gather"])
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "2:S0"), (2, "2:S1"), (4, "2x2:S0,S1")])
+def test_P1_a_gradient_missing_on_one_rank(ranks, world_size, layout, refresh):
+    """No deadlock, the same keys of the state everywhere: that rank leaves its shard, and enters all collectives."""
+    keys = ranks(world_size).run(run_p1, layout, refresh)
+    assert len(set(map(tuple, keys))) == 1
+
+
+def run_p1(layout: str, refresh: str) -> list[str]:
+    specs = (Spec("w", (6, 8)), Spec("v", (5, 8)), Spec("q", (6, 8), chunks=2), Spec("b", (4,), algorithm="adamw"))
+    params = build(specs, layout)
+    optimizer = optimizer_on(params, specs, layout, refresh=refresh)
+    start = bits(params)
+    for step in range(4):
+        give_gradients(params, specs, step)
+        if dist.get_rank() == 1:
+            params["w"].grad = params["q"].grad = None
+        counted_step(optimizer)
+    for name in ("w", "q"):
+        moved = not torch.equal(local_part(params[name]), start[name])
+        assert moved == (dist.get_rank() != 1), f"{name!r} on rank {dist.get_rank()}"
+        momentum = local_part(optimizer.state[params[name]]["momentum_buffer"])
+        assert bool(momentum.any()) == (dist.get_rank() != 1)
+    assert not torch.equal(local_part(params["v"]), start["v"])
+    stream = io.BytesIO()
+    torch.save(optimizer.state_dict(), stream)
+    return [f"{index}.{key}" for index, state in optimizer.state_dict()["state"].items() for key in state]
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_P1_whoever_has_a_gradient_steps_as_the_whole_momentum_says(ranks, world_size):
+    ranks(world_size).run(run_p1_value)
+
+
+def run_p1_value() -> None:
+    """With rank 1's gradient missing, rank 0 moves its rows as the unsharded optimizer does where those rows' gradient
+    is zero: rank 1's momentum, which stands for its rows, is zero too."""
+    spec = Spec("w", (6, 8))
+    params, alone = build((spec,), "2:S0"), build((spec,), "1:alone")
+    here, there = optimizer_on(params, (spec,)), optimizer_on(alone, (spec,))
+    give_gradients(params, (spec,), 0)
+    give_gradients(alone, (spec,), 0)
+    alone["w"].grad[3:] = 0
+    if dist.get_rank() == 1:
+        params["w"].grad = None
+    here.step()
+    there.step()
+    assert torch.equal(full(params["w"])[:3], alone["w"].detach()[:3])
+
+
+# --------------------------------------------------------------------------------------------------------------- P2
+
+
+@pytest.mark.parametrize("refresh", ["exchange", "gather"])
+@pytest.mark.parametrize(("world_size", "layout"), [(4, "4:plain"), (4, "2x2:R,S0"), (3, "3:R")])
+def test_P2_many_small_buckets_under_allocation_churn(ranks, world_size, layout, refresh):
+    ranks(world_size).run(run_p2, layout, refresh)
+
+
+def run_p2(layout: str, refresh: str) -> None:
+    """Every matrix is a bucket of its own, and freed memory is taken and overwritten at once."""
+    specs = tuple(Spec(f"w{i}", (4 + i % 3, 6)) for i in range(24))
+    params = build(specs, layout)
+    optimizer = optimizer_on(params, specs, layout, refresh=refresh, bucket_bytes=1, period=2)
+    with Churn():
+        for step in range(6):
+            give_gradients(params, specs, step)
+            counted_step(optimizer)
+            assert_same_bits_on_replicas(params)
+    quiet = build(specs, layout)
+    optimizer = optimizer_on(quiet, specs, layout, refresh=refresh, period=2)
+    for step in range(6):
+        give_gradients(quiet, specs, step)
+        optimizer.step()
+    assert_equal_bits(bits(params), bits(quiet))
+
+
+class Churn(torch.utils._python_dispatch.TorchDispatchMode):
+    """After every operation a few tensors of small sizes are made, filled with NaN and dropped."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for numel in (6, 24, 36, 96):
+            torch.full((numel,), float("nan"))
+        return result
+
+
+# ---------------------------------------------------------------------------------------------------------- P5 and P6
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_P5_dcp_loads_muon_and_adamw_groups_in_one(ranks, world_size):
+    ranks(world_size).run(run_p5)
+
+
+def run_p5() -> None:
+    specs = EVERY_SHAPE
+    model, other = module_of("2:S0"), module_of("2:S0")
+    optimizer = optimizer_on(dict(model.named_parameters()), specs)
+    for step in range(2):
+        give_gradients(dict(model.named_parameters()), specs, step)
+        optimizer.step()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    optimizer.load_state_dict(state_dict=optimizer.state_dict())  # torch passes it by this name
+    with torch.no_grad():
+        for parameter, source in zip(other.parameters(), model.parameters(), strict=True):
+            parameter.copy_(source)
+    loaded = optimizer_on(dict(other.named_parameters()), specs)
+    set_optimizer_state_dict(other, loaded, saved)
+    for step in range(2, 5):
+        give_gradients(dict(model.named_parameters()), specs, step)
+        give_gradients(dict(other.named_parameters()), specs, step)
+        assert optimizer.next_step_kind == loaded.next_step_kind
+        optimizer.step()
+        loaded.step()
+    assert_equal_bits(bits(dict(other.named_parameters())), bits(dict(model.named_parameters())))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_P6_plain_saving_copies_and_pickles(ranks, world_size):
+    ranks(world_size).run(run_p6)
+
+
+def run_p6() -> None:
+    specs = EVERY_SHAPE
+    params = build(specs, "2:S0")
+    optimizer = optimizer_on(params, specs)
+    for step in range(2):
+        give_gradients(params, specs, step)
+        optimizer.step()
+    stream = io.BytesIO()
+    torch.save(optimizer.state_dict(), stream)
+    stream.seek(0)
+    saved = torch.load(stream, weights_only=True)
+    twin = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
+    loaded = optimizer_on(twin, specs)
+    loaded.load_state_dict(saved)
+    copied = copy.deepcopy(optimizer)
+    mirror = dict(zip(params, copied_params(optimizer, copied, params), strict=True))
+    pickle.dumps(optimizer.state_dict())
+    for step in range(2, 5):
+        for held, one in ((params, optimizer), (twin, loaded), (mirror, copied)):
+            give_gradients(held, specs, step)
+            one.step()
+    assert_equal_bits(bits(twin), bits(params))
+    assert_equal_bits(bits(mirror), bits(params))
+
+
+def copied_params(optimizer, copied, params) -> list[nn.Parameter]:
+    """The copy's parameters, in the order of ``params``."""
+    pairs = zip(optimizer.param_groups, copied.param_groups, strict=True)
+    of = {id(a): b for old, new in pairs for a, b in zip(old["params"], new["params"], strict=True)}
+    return [of[id(p)] for p in params.values()]
+
+
+def module_of(layout: str) -> nn.Module:
+    """A module whose parameters have the specs' names."""
+    module = nn.Module()
+    for name, parameter in build(EVERY_SHAPE, layout).items():
+        module.register_parameter(name, parameter)
+    return module
+
+
+# --------------------------------------------------------------------------------------------------------------- P7
+
+
+@pytest.mark.parametrize("refresh", ["exchange", "gather"])
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, "2:S0"), (2, "2:plain"), (4, "2x2:R,S0"), (4, "2x2:S0,S1"), (4, "2x2:X0,S0")]
+)
+def test_P7_overlap_and_bucket_size_change_no_bit(ranks, world_size, layout, refresh):
+    ranks(world_size).run(run_p7, layout, refresh)
+
+
+def run_p7(layout: str, refresh: str) -> None:
+    """One bucket at a time, waited for at once; many in flight; and everything in one."""
+    results = []
+    for bucket_bytes, blocking in ((64 << 20, False), (1, False), (600, False), (1, True)):
+        params = build(EVERY_SHAPE, layout)
+        optimizer = optimizer_on(params, EVERY_SHAPE, layout, refresh=refresh, bucket_bytes=bucket_bytes)
+        if blocking:
+            wait_at_once(optimizer)
+        for step in range(4):
+            give_gradients(params, EVERY_SHAPE, step)
+            counted_step(optimizer)
+        results.append(bits(params))
+    for other in results[1:]:
+        assert_equal_bits(other, results[0])
+
+
+def wait_at_once(optimizer: rowmuon.PeriodicRowMuon) -> None:
+    """Takes all overlap away: every collective is over before the next line runs."""
+    runtime = optimizer._runtime
+
+    def blocking(issue: Callable[..., Any]) -> Callable[..., Any]:
+        def waited(*args: Any) -> Any:
+            work = issue(*args)
+            work.wait()
+            return work
+
+        return waited
+
+    runtime._all_gather = blocking(runtime._all_gather)
+    runtime._all_to_all = blocking(runtime._all_to_all)

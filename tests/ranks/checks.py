@@ -1,0 +1,82 @@
+"""What must hold after every step on every layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import rowmuon
+
+__all__ = ["assert_same_bits_on_replicas", "counted_step", "local_part", "relative"]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """|| found - expected || / || expected ||."""
+    expected = expected.double()
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+def counted_step(optimizer: rowmuon.PeriodicRowMuon) -> tuple[str, int]:
+    """One step; what it has counted must be what its plan says and what torch has seen of it.
+
+    Returns:
+        The kind of step, and the number of its collectives.
+    """
+    kind = optimizer.next_step_kind
+    rank = dist.get_rank()
+    plan = optimizer._plan(optimizer._muon_params())
+    before = {name: astuple(counts) for name, counts in optimizer.traffic.items()}
+    compares = not optimizer._compared
+    with CommDebugMode() as seen:
+        optimizer.step()
+    found = {
+        name: tuple(a - b for a, b in zip(astuple(counts), before[name], strict=True))
+        for name, counts in optimizer.traffic.items()
+    }
+    planned = (1, plan.num_collectives(rank), plan.bytes_sent(rank), plan.num_orthogonalizations(rank))
+    assert found[kind] == planned, f"{kind} step: counted {found[kind]}, planned {planned}"
+    for name, counts in found.items():
+        assert name == kind or counts == (0, 0, 0, 0), f"{kind} step counted as {name}: {counts}"
+    if not compares:  # comparing the plans is counted by torch, and no part of a step's traffic
+        assert seen.get_total_counts() == planned[1], f"torch saw {dict(seen.get_comm_counts())}, planned {planned[1]}"
+    return kind, planned[1]
+
+
+def assert_same_bits_on_replicas(tensors: Mapping[str, Tensor], group: Any = None) -> None:
+    """Ranks that hold the same part of a tensor hold the same bits."""
+    mine = {name: (_place(tensor), _digest(local_part(tensor))) for name, tensor in tensors.items()}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for name in tensors:
+        bits: dict[Any, tuple[int, str]] = {}
+        for rank, theirs in enumerate(everyone):
+            place, digest = theirs[name]
+            first = bits.setdefault(place, (rank, digest))
+            assert digest == first[1], f"{name!r} differs between ranks {first[0]} and {rank}, which both hold {place}"
+
+
+def _place(tensor: Tensor) -> Any:
+    """What tells a part from others: its coordinate on the axes that split the tensor."""
+    if not isinstance(tensor, DTensor):
+        return "all"
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    pairs = zip(coordinate, tensor.placements, strict=True)
+    return tuple(0 if placement.is_replicate() else here for here, placement in pairs)
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.cpu().contiguous().view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()

@@ -1,0 +1,95 @@
+"""Puts full tensors on meshes, by torch's own means, never by `rowmuon.layout`.
+
+A layout is a short text, which is its name in a test's id too: the mesh's shape, then one placement for each axis.
+
+    "4:S0"         four ranks, rows split (FSDP2, column-parallel)
+    "2x2:R,S0"     two replicas, each split over two ranks (HSDP)
+    "2x2:X0,S0"    a strided shard on top of a shard (FSDP2 over tensor parallelism); the factor follows from the mesh
+    "4:plain"      plain tensors, which a process group of all ranks replicates (DDP)
+    "4:alone"      plain tensors, and nobody is told of the others
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ranks.pool import device_type
+
+__all__ = ["full", "is_plain", "mesh_of", "parse", "place", "place_gradient", "process_group_of"]
+
+
+@lru_cache(maxsize=64)
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh of this process's ranks; made once, since every mesh makes process groups."""
+    return init_device_mesh(device_type(), shape, mesh_dim_names=names)
+
+
+def parse(layout: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """("2x2:R,S0") -> ((2, 2), ("R", "S0"))."""
+    shape, _, names = layout.partition(":")
+    return tuple(map(int, shape.split("x"))), tuple(names.split(","))
+
+
+def is_plain(layout: str) -> bool:
+    return layout.endswith((":plain", ":alone"))
+
+
+def process_group_of(layout: str) -> dist.ProcessGroup | None:
+    """What the optimizer is told about plain tensors."""
+    return dist.group.WORLD if layout.endswith(":plain") else None
+
+
+def _placements(shape: tuple[int, ...], names: tuple[str, ...], ndim: int) -> list[Placement]:
+    """The placements of a tensor of ``ndim`` dimensions.
+
+    What can't be split isn't: a dimension that the tensor doesn't have, or a convolution's kernel.
+    """
+    num_splittable = 2 if ndim == 4 else ndim
+    out: list[Placement] = []
+    for axis, name in enumerate(names):
+        dim = int(name[1:]) if name != "R" else ndim
+        if dim >= num_splittable:
+            out.append(Replicate())
+        elif name[0] == "S":
+            out.append(Shard(dim))
+        else:
+            factor = math.prod(
+                s for s, n in zip(shape[axis + 1 :], names[axis + 1 :], strict=True) if n[1:] == name[1:]
+            )
+            out.append(_StridedShard(dim, split_factor=factor))
+    return out
+
+
+def place(tensor: Tensor, layout: str) -> nn.Parameter:
+    """A parameter with the values of ``tensor``, which every rank has in full. Nothing is sent."""
+    device = torch.device(device_type())
+    if is_plain(layout):
+        return nn.Parameter(tensor.detach().clone().to(device))
+    shape, names = parse(layout)
+    placed = distribute_tensor(
+        tensor.detach().to(device), mesh_of(shape), _placements(shape, names, tensor.ndim), src_data_rank=None
+    )
+    # Shards of one tensor on one process would share memory with it, and so with each other.
+    return nn.Parameter(placed.clone())
+
+
+def place_gradient(parameter: Tensor, grad: Tensor) -> None:
+    """Gives a parameter its part of a full gradient."""
+    grad = grad.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
+    parameter.grad = grad
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, on the CPU."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
