@@ -103,7 +103,7 @@ def test_sharded_step_judges_by_its_numbers() -> None:
             method("exchange K=3", 90, 100),
         )
     }
-    found = {v["what"]: v["reached"] for v in sharded_step.verdicts(measured, with_time=True)}
+    found = {v["what"]: v["reached"] for v in sharded_step.verdicts(measured, 4, with_time=True)}
     assert found == {
         "gather K=3: less time than vanilla": True,
         "gather K=3: fewer logical bytes than vanilla": True,
@@ -114,6 +114,14 @@ def test_sharded_step_judges_by_its_numbers() -> None:
         "gather K=3: fewer logical bytes than gather K=1": True,
         "gather: communication hidden": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "less"),
+    [("exchange K=1", 4, 0.75), ("exchange K=3", 4, 11 / 12), ("exchange K=3", 2, 5 / 6), ("gather K=3", 4, 0.83)],
+)
+def test_sharded_step_byte_targets(name: str, num_ranks: int, less: float) -> None:
+    assert sharded_step.byte_target(name, num_ranks)[0] == pytest.approx(less)
 
 
 def test_train_step() -> None:
