@@ -247,6 +247,10 @@ def run_at(rate: float | None, options: argparse.Namespace) -> dict[str, object]
     measured = {name: summarize(name, of_ranks) for name, of_ranks in by_name.items()}
     peers_setting = options.no_adaln and rate is None
     at_target = (network.num_ranks, network.rate_mbit) == (TARGET_RANKS, TARGET_RATE)
+    if peers_setting:
+        found = peer_verdicts(measured)
+    else:
+        found = verdicts(measured, options.ranks, with_time=at_target)
     return {
         "title": network.describe(),
         "network": asdict(network),
@@ -255,7 +259,7 @@ def run_at(rate: float | None, options: argparse.Namespace) -> dict[str, object]
         "methods": {name: {**asdict(m), "computes_whole": m.computes_whole} for name, m in measured.items()},
         "overview": overview(measured),
         "traces": ranks[0]["traces"],
-        "verdicts": peer_verdicts(measured)
+        "verdicts": found,
         if peers_setting
         else verdicts(measured, options.ranks, with_time=at_target),
     }
