@@ -247,10 +247,7 @@ def run_at(rate: float | None, options: argparse.Namespace) -> dict[str, object]
     measured = {name: summarize(name, of_ranks) for name, of_ranks in by_name.items()}
     peers_setting = options.no_adaln and rate is None
     at_target = (network.num_ranks, network.rate_mbit) == (TARGET_RANKS, TARGET_RATE)
-    if peers_setting:
-        found = peer_verdicts(measured)
-    else:
-        found = verdicts(measured, options.ranks, with_time=at_target)
+    found = peer_verdicts(measured) if peers_setting else verdicts(measured, options.ranks, with_time=at_target)
     return {
         "title": network.describe(),
         "network": asdict(network),
@@ -260,8 +257,6 @@ def run_at(rate: float | None, options: argparse.Namespace) -> dict[str, object]
         "overview": overview(measured),
         "traces": ranks[0]["traces"],
         "verdicts": found,
-        if peers_setting
-        else verdicts(measured, options.ranks, with_time=at_target),
     }
 
 
