@@ -16,7 +16,7 @@ def make_params(
 ) -> list[nn.Parameter]:
     """Gaussian parameters; drawn in float64, so that every dtype starts from the same values, rounded."""
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+    return [nn.Parameter(torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
 
 
 def give_grads(params: Iterable[Tensor], step: int, scale: float = 1.0) -> None:
@@ -50,7 +50,7 @@ def relative_difference(found: Iterable[Tensor], expected: Iterable[Tensor], sta
     difference = distance = 0.0
     for a, b, zero in zip(found, expected, start, strict=True):
         difference += float((a.detach().double() - b.detach().double()).square().sum())
-        distance += float((b.detach().double() - zero.double()).square().sum())
+        distance += float((b.detach().double() - zero.detach().double()).square().sum())
     return (difference / distance) ** 0.5
 
 

@@ -116,6 +116,8 @@ def check_hyper(group: Mapping[str, Any], where: str) -> None:
         _check_betas(group["betas"], where)
         if group["fused"] and group["foreach"]:
             raise ValueError(f"fused and foreach can't both be True in {where}")
+        if isinstance(lr, Tensor) and group["foreach"] and not group["capturable"]:
+            raise ValueError(f"lr in {where} is a tensor: with foreach=True that takes capturable=True, or fused=True")
         return
     _check_number("momentum", group["momentum"], where)
     if group["momentum"] >= 1.0:

@@ -73,12 +73,12 @@ def assign_phases(costs: Sequence[float], periods: Sequence[Period]) -> list[int
         periods: each parameter's period. Under a schedule the phase is balanced for all of its K at once.
     """
     loads: dict[tuple[int, int], float] = {}
-    phases = []
+    phases: list[int] = []
     for cost, period in zip(costs, periods, strict=True):
         segments = period if isinstance(period, tuple) else ((0, period),)
         every = sorted({k for _, k in segments if k is not None})
         # As many phases as there are parameters are enough, and the lcm of a schedule's K can be huge.
-        num_phases = min(math.lcm(*every), max(_MAX_PHASES, len(costs))) if every else 1
+        num_phases = min(math.lcm(*every), max(_MAX_PHASES, len(phases) + 1)) if every else 1
         # relative to the mean load of that K, or the largest K would hardly count
         best = min(
             range(num_phases),
