@@ -26,8 +26,8 @@ from rowmuon.device import compute_device
 AdjustLr = Literal["original", "match_rms_adamw"] | None
 
 # Elements of a block of rows. On a CPU the blocks of gradient, momentum, weight and direction stay in the caches from
-# the first operation to the last, so memory is passed over once (2^18 and 2^19 are the fastest of 2^15 to 2^20 on two cores with
-# 1 MiB of L2 each). Elsewhere a block only bounds what is temporary: 64 MiB of fp32.
+# the first operation to the last, so main memory is passed over once; of 2^15 to 2^20 this is the fastest on two cores
+# with 1 MiB of L2 each. Elsewhere a block only bounds what is temporary: 64 MiB of fp32.
 _CPU_BLOCK = 1 << 19
 _DEVICE_BLOCK = 1 << 24
 
