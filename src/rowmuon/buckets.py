@@ -13,10 +13,10 @@ from typing import Literal
 
 import torch
 
-from rowmuon.layout import COLS, ROWS, Box, Layout
+from rowmuon.layout import COLS, ROWS, STACK, Box, Layout
 from rowmuon.members import Held, Run, runs_of
 
-__all__ = ["Bucket", "Matrix", "Piece", "Route", "merge_pieces", "needs_exchange"]
+__all__ = ["Bucket", "Matrix", "Piece", "Route", "Share", "merge_pieces", "needs_exchange"]
 
 _MAX_ROUTES_KEPT = 8  # a process asks for its own; whoever prices a cluster asks for many, one after another
 
@@ -55,6 +55,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Share:
+    """One all-gather over the replicas.
+
+    This rank sends ``count`` elements of its parts that have come home, from ``start`` on; the others as many. ``pieces``
+    are what then lies in the gathered buffer.
+    """
+
+    start: int
+    count: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
 class Route:
     """What one rank does in one bucket. Offsets and counts are in elements.
 
@@ -63,7 +76,7 @@ class Route:
     owned: the matrices that this rank orthogonalises, positions in the bucket.
     assemble: pieces of the received buffer that make up the owned matrices, stacked in the order of ``owned``.
     home: after the exchange back, this rank's parts of the matrices that its own replica has orthogonalised.
-    shared: with shared replicas, this rank's parts of all matrices in the buffer gathered over ``replicas``.
+    shares: with shared replicas, how those go around ``replicas``, one after another.
     """
 
     group: tuple[int, ...]
@@ -74,8 +87,7 @@ class Route:
     assemble: tuple[Piece, ...]
     home: tuple[Piece, ...]
     replicas: tuple[int, ...] = ()
-    share_count: int = 0
-    shared: tuple[Piece, ...] = ()
+    shares: tuple[Share, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +96,7 @@ class Bucket:
 
     kind: "local" (whole on their rank), "gather" (all-gather, every rank computes all) or "exchange" (all-to-all).
     layouts: of the entries that occur, by entry.
+    bucket_bytes: what replicas gather at a time; at least one matrix.
     shares_replicas: the replicas divide the matrices between them and gather the results.
     """
 
@@ -95,6 +108,7 @@ class Bucket:
     num_flops: int
     matrices: tuple[Matrix, ...]
     layouts: dict[int, Layout] = field(repr=False)
+    bucket_bytes: int = 64 << 20
     shares_replicas: bool = False
     _routes: dict[int, Route] = field(default_factory=dict, init=False, repr=False)
 
@@ -175,10 +189,9 @@ class Bucket:
         route = (group, mine, tuple(send_counts), recv_counts, owned, assemble, mine)
         if not self.shares_replicas:
             return Route(*route)
-        of_replicas = [parts_of(r)[0] for r in range(len(replicas))]
-        share_count = max(sum(piece.numel for piece in of_replica) for of_replica in of_replicas)
-        shared = tuple(_shift(p, r * share_count) for r, of_replica in enumerate(of_replicas) for p in of_replica)
-        return Route(*route, replicas, share_count, shared)
+        at_once = max(self.bucket_bytes // self.comm_dtype.itemsize, self.matrix_numel) // len(replicas)
+        of_replicas = [list(_portions(parts_of(r)[0], at_once)) for r in range(len(replicas))]
+        return Route(*route, replicas, tuple(_shares(of_replicas, replica)))
 
     def _arriving(
         self, positions: Sequence[int], group: tuple[int, ...], *, padded: bool
@@ -211,8 +224,37 @@ class Bucket:
         return merge_pieces(pieces), tuple(counts)
 
 
-def _shift(piece: Piece, offset: int) -> Piece:
-    return Piece(piece.matrix, piece.box, piece.offset + offset)
+def _portions(pieces: Sequence[Piece], numel: int) -> Iterator[list[Piece]]:
+    """Consecutive pieces in portions of at most ``numel`` elements, cut between rows; one row always fits."""
+    portion: list[Piece] = []
+    free = numel
+    for piece in pieces:
+        (row, end), width = piece.box.bounds[ROWS], piece.box.shape[COLS]
+        offset = piece.offset
+        while row < end:
+            num_rows = min(end - row, free // width)
+            if num_rows == 0 and portion:
+                yield portion
+                portion, free = [], numel
+                continue
+            num_rows = max(1, num_rows)
+            box = Box((piece.box.bounds[STACK], (row, row + num_rows), piece.box.bounds[COLS]))
+            portion.append(Piece(piece.matrix, box, offset))
+            row, offset, free = row + num_rows, offset + box.numel, free - box.numel
+    if portion:
+        yield portion
+
+
+def _shares(of_replicas: Sequence[Sequence[list[Piece]]], here: int) -> Iterator[Share]:
+    """The first portions of all replicas, then the second ones, ...; ``here`` is this rank's replica."""
+    for portions in itertools.zip_longest(*of_replicas, fillvalue=[]):
+        count = max(sum(piece.numel for piece in portion) for portion in portions)
+        pieces = [
+            Piece(piece.matrix, piece.box, r * count + piece.offset - portion[0].offset)
+            for r, portion in enumerate(portions)
+            for piece in portion
+        ]
+        yield Share(portions[here][0].offset if portions[here] else 0, count, tuple(pieces))
 
 
 def merge_pieces(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -7,7 +7,6 @@ A plan is the same on all ranks; what one rank sends, receives and computes is r
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from typing import Literal
 import torch
 
 from rowmuon.buckets import Bucket, Matrix, needs_exchange
-from rowmuon.layout import Box, Layout
+from rowmuon.layout import Layout
+from rowmuon.owners import assign_owners, cut_into_buckets, sharing_pays
 
 __all__ = ["Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
 
@@ -139,7 +139,8 @@ def _bucket_bytes(bucket: Bucket, rank: int) -> Iterator[int]:
         yield (sum(route.send_counts) - route.send_counts[here]) * itemsize
         yield (sum(route.recv_counts) - route.recv_counts[here]) * itemsize
     if bucket.shares_replicas:
-        yield (len(route.replicas) - 1) * route.share_count * itemsize
+        for share in route.shares:
+            yield (len(route.replicas) - 1) * share.count * itemsize
 
 
 def build_plan(entries: Sequence[Entry], refreshing: Sequence[int], options: PlanOptions) -> StepPlan:
@@ -163,10 +164,10 @@ def build_plan(entries: Sequence[Entry], refreshing: Sequence[int], options: Pla
 def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], options: PlanOptions) -> list[Bucket]:
     """Buckets of the entries that are worked on by one set of process groups."""
     shares = False
-    matrices = [Matrix(i, k, entries[i].layout.matrix_box(k)) for i in members for k in range(_count(entries[i]))]
+    matrices = [Matrix(i, k, entries[i].layout.matrix_box(k)) for i in members for k in range(entries[i].layout.num_matrices)]
     if kind == "exchange":
         alone, together = (assign_owners(matrices, entries, share) for share in (False, True))
-        shares = _sharing_pays(alone, together, entries, options)
+        shares = sharing_pays(alone, together, entries, options)
         matrices = together if shares else alone
     classes: dict[tuple, list[Matrix]] = {}
     for matrix in matrices:
@@ -176,7 +177,7 @@ def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], opt
     for ((num_rows, num_cols), dtype, _, _), of_class in sorted(
         classes.items(), key=lambda item: -entries[item[1][0].entry].num_flops * len(item[1])
     ):
-        for part in _cut(of_class, num_rows * num_cols, kind, entries, dtype, options):
+        for part in cut_into_buckets(of_class, kind, entries, dtype, options):
             nothing_to_send = not shares and all(entries[m.entry].layout.matrices_are_whole for m in part)
             kind_here = "local" if kind == "exchange" and nothing_to_send else kind
             buckets.append(
@@ -189,104 +190,11 @@ def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], opt
                     entries[part[0].entry].num_flops,
                     tuple(part),
                     {matrix.entry: entries[matrix.entry].layout for matrix in part},
+                    options.bucket_bytes,
                     shares,
                 )
             )
     return buckets
-
-
-def _count(entry: Entry) -> int:
-    return entry.layout.num_matrices
-
-
-def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: bool) -> list[Matrix]:
-    """Gives each matrix to the least loaded owner, the costliest first (longest processing time first).
-
-    A matrix that is whole on one member of the shard group stays there; only its replica is then free to choose.
-    """
-    layout = entries[matrices[0].entry].layout
-    num_replicas = layout.num_replicas if share else 1
-    num_members = layout.num_shards
-    order = sorted(range(len(matrices)), key=lambda i: (-entries[matrices[i].entry].num_flops, i))
-    load: dict[tuple[int, int], int] = {}
-    free = [(0, r, s) for s in range(num_members) for r in range(num_replicas)]
-    heapq.heapify(free)
-    owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
-    for i in order:
-        matrix = matrices[i]
-        entry = entries[matrix.entry]
-        if entry.layout.matrices_are_whole:
-            holder = _holder(entry.layout, matrix.box)
-            _, r, s = min((load.get((r, holder), 0), r, holder) for r in range(num_replicas))
-        else:
-            while True:
-                known, r, s = heapq.heappop(free)
-                if known == load.get((r, s), 0):
-                    break
-                heapq.heappush(free, (load[r, s], r, s))  # it was given something while it waited
-            heapq.heappush(free, (known + entry.num_flops, r, s))
-        load[r, s] = load.get((r, s), 0) + entry.num_flops
-        owners[i] = (r, s)
-    return [Matrix(m.entry, m.index, m.box, owner) for m, owner in zip(matrices, owners, strict=True)]
-
-
-def _holder(layout: Layout, box: Box) -> int:
-    """Position in the shard group of the member that holds ``box`` whole."""
-    if layout.grid is None or not layout.splits:
-        return 0
-    group = layout.shard_group(layout.grid.ranks[0])
-    for member, rank in enumerate(group):
-        if layout.box(rank).intersect(box).numel == box.numel:
-            return member
-    raise AssertionError(f"no member holds {box} of {layout}")
-
-
-def _sharing_pays(
-    alone: Sequence[Matrix], together: Sequence[Matrix], entries: Sequence[Entry], options: PlanOptions
-) -> bool:
-    """Whether replicas should divide the matrices: FLOPs saved on the busiest rank against bytes gathered after.
-
-    Pure replication (DDP) always divides: there every rank would otherwise do everything.
-    """
-    layout = entries[alone[0].entry].layout
-    if layout.num_replicas == 1:
-        return False
-    if layout.num_shards == 1:
-        return True
-    saved = _busiest(alone, entries) - _busiest(together, entries)
-    numel = sum(m.box.numel for m in together) / layout.num_shards * (1 - 1 / layout.num_replicas)
-    return saved > options.flops_per_byte * numel * options.comm_dtype.itemsize
-
-
-def _busiest(matrices: Sequence[Matrix], entries: Sequence[Entry]) -> int:
-    load: dict[tuple[int, int], int] = {}
-    for matrix in matrices:
-        load[matrix.owner] = load.get(matrix.owner, 0) + entries[matrix.entry].num_flops
-    return max(load.values())
-
-
-def _cut(
-    matrices: list[Matrix], numel: int, kind: str, entries: Sequence[Entry], dtype: torch.dtype, options: PlanOptions
-) -> Iterator[list[Matrix]]:
-    """Cuts a class into buckets whose stack fits ``bucket_bytes`` on every rank; one matrix always fits."""
-    itemsize = dtype.itemsize if kind == "local" else options.comm_dtype.itemsize
-    most = max(1, options.bucket_bytes // (numel * itemsize))
-    part: list[Matrix] = []
-    load: dict[tuple, int] = {}
-    for matrix in matrices:
-        layout = entries[matrix.entry].layout
-        where: tuple = matrix.owner
-        if kind == "local":  # different ranks hold different matrices of one stack
-            where = ("member", _holder(layout, matrix.box))
-        elif kind == "gather":
-            where = ()
-        if part and load.get(where, 0) >= most:
-            yield part
-            part, load = [], {}
-        part.append(matrix)
-        load[where] = load.get(where, 0) + 1
-    if part:
-        yield part
 
 
 def plan_hash(entries: Sequence[Entry], options: PlanOptions, extra: Sequence[object] = ()) -> int:

@@ -58,6 +58,7 @@ class _Flight:
     work: _Work | None = None
     buffers: list[Tensor] = field(default_factory=list)  # kept until the collective that uses them is done
     received: Tensor | None = None
+    home: Tensor | None = None  # this rank's rows, while they are passed on to the other replicas
     sharing_is_due: bool = False  # replicas still have to pass the result on
 
     def wait(self) -> Tensor:
@@ -81,7 +82,6 @@ class Runtime:
     def __init__(self, rank: int, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> None:
         self.rank = rank
         self.group_of = group_of
-        self._routes: dict[Bucket, Route] = {}
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -111,11 +111,11 @@ class Runtime:
         """Applies what has come home, but leaves the youngest flights under way while the next bucket is computed."""
         for flight in returning[: len(returning) - in_flight]:
             if flight.sharing_is_due:
-                self._share(flight, counts)
+                self._start_sharing(flight, counts)
         while len(returning) > in_flight:
-            if in_flight and returning[0].bucket.shares_replicas and len(returning) == in_flight + 1:
-                break  # its results have only now been passed on to the other replicas
-            self._apply(returning.pop(0), shards)
+            if in_flight and returning[0].route.shares and len(returning) == in_flight + 1:
+                break  # its results have only now set out for the other replicas
+            self._apply(returning.pop(0), shards, counts)
 
     def _whole_rows(self, plan: StepPlan, shards: Sequence[Shard]) -> None:
         apply_whole_rows([shards[index] for index in plan.rows if not plan.entries[index].layout.column_axes])
@@ -151,9 +151,7 @@ class Runtime:
 
     def _send_out(self, bucket: Bucket, shards: Sequence[Shard], counts: StepTraffic) -> _Flight:
         """Packs this rank's directions of a bucket and sends them to those who orthogonalise."""
-        route = self._routes.get(bucket)
-        if route is None:
-            route = self._routes[bucket] = bucket.route(self.rank)
+        route = bucket.route(self.rank)
         if bucket.kind == "local":
             route = with_gradients(bucket, route, shards)
         for entry in bucket.layouts:
@@ -191,37 +189,52 @@ class Runtime:
                 matrix = bucket.matrices[piece.matrix]
                 apply_part(shards[matrix.entry], piece.box, stack[slot[piece.matrix]][piece.box.slices(matrix.box)[1:]])
             return
+        home_numel = sum(piece.numel for piece in route.home)
+        numel = max([home_numel, *(share.start + share.count for share in route.shares)])
         if needs_exchange(bucket):
             send = disassemble(bucket, route, stack)
-            home_numel = sum(route.send_counts)
-            flight.received = self._empty(max(home_numel, route.share_count), bucket, shards)
+            del stack
+            flight.received = self._empty(numel, bucket, shards)
             flight.work = self._all_to_all(
                 flight.received[:home_numel], send, route.send_counts, route.recv_counts, route.group, counts
             )
             flight.buffers.append(send)
-            flight.sharing_is_due = bucket.shares_replicas
+            flight.sharing_is_due = bool(route.shares)  # none if this rank has no rows: then no replica of it has
         else:
-            flight.received = self._empty(max(stack.numel(), route.share_count), bucket, shards)
-            flight.received[: stack.numel()].copy_(stack.flatten())
-            self._share(flight, counts)
+            flight.received = self._empty(numel, bucket, shards)
+            flight.received[:home_numel].copy_(stack.flatten())
+            if route.shares:
+                self._start_sharing(flight, counts)
 
-    def _share(self, flight: _Flight, counts: StepTraffic) -> None:
-        """Passes this replica's results on to the other replicas."""
-        route, part = flight.route, flight.wait()[: flight.route.share_count]
+    def _start_sharing(self, flight: _Flight, counts: StepTraffic) -> None:
+        """Begins to pass what this replica has orthogonalised on to the other replicas."""
         flight.sharing_is_due = False
-        flight.received = part.new_empty(route.share_count * len(route.replicas))
-        flight.work = self._all_gather(flight.received, part, route.replicas, counts)
+        flight.home = flight.wait()
+        self._share(flight, 0, counts)
+
+    def _share(self, flight: _Flight, index: int, counts: StepTraffic) -> None:
+        assert flight.home is not None
+        share, replicas = flight.route.shares[index], flight.route.replicas
+        flight.received = flight.home.new_empty(share.count * len(replicas))
+        part = flight.home[share.start : share.start + share.count]
+        flight.work = self._all_gather(flight.received, part, replicas, counts)
         flight.buffers.append(part)
 
-    def _apply(self, flight: _Flight, shards: Sequence[Shard]) -> None:
+    def _apply(self, flight: _Flight, shards: Sequence[Shard], counts: StepTraffic) -> None:
         """Applies the rows that have come back."""
         bucket, route = flight.bucket, flight.route
         if bucket.kind != "exchange":
             return
-        received = flight.wait()
-        for piece in route.shared if bucket.shares_replicas else route.home:
-            part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
-            apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
+        arrivals = [share.pieces for share in route.shares] or [route.home]
+        for index, pieces in enumerate(arrivals):
+            received = flight.wait()
+            if index + 1 < len(route.shares):
+                self._share(flight, index + 1, counts)
+            else:
+                flight.home = None
+            for piece in pieces:
+                part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
+                apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
 
     def _empty(self, numel: int, bucket: Bucket, shards: Sequence[Shard]) -> Tensor:
         return torch.empty(numel, dtype=bucket.comm_dtype, device=shards[bucket.matrices[0].entry].weight.device)
