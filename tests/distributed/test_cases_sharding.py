@@ -18,13 +18,20 @@ import rowmuon
 from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part, relative
 from ranks.models import Spec, build, give_gradients, optimizer_on, start
 from ranks.placing import full, mesh_of
+from ranks.pool import device_type
 
 D = 64
 NUM_STEPS = 5  # refresh, row, row, refresh, row
 
 
 def check_unsharded(specs: tuple[Spec, ...], layout: str, tolerance: float, **settings: Any) -> None:
-    """The update of every step is what one process alone makes of it; tolerance 0 asks for the same bits."""
+    """The update of every step is what one process alone makes of it.
+
+    Tolerance 0 asks for the same bits: with whole rows everything is elementwise but for Newton-Schulz, which gives a
+    matrix of these sizes the same bits in any stack. On a CPU, that is; elsewhere float32's 1e-5.
+    """
+    if device_type() != "cpu":
+        tolerance = max(tolerance, 1e-5 if specs[0].dtype == torch.float32 else 0.05)
     sharded, alone = build(specs, layout), build(specs, "1:alone")
     here, there = optimizer_on(sharded, specs, layout, **settings), optimizer_on(alone, specs, **settings)
     for step in range(NUM_STEPS):

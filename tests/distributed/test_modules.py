@@ -25,6 +25,7 @@ NUM_STEPS = 7  # two refreshes and what follows them
 # Gradients in float32 and their sums over ranks in another order differ by some 1e-6 of themselves; Newton-Schulz
 # multiplies what is small in them, and weights that differ make other gradients.
 TOLERANCE = 2e-4
+HSDP = ("replica", "shard")
 TP = {"qkv": ColwiseParallel(), "proj": RowwiseParallel(), "fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
 
 
@@ -51,15 +52,15 @@ def fsdp_columns(model: Toy, num_ranks: int) -> tuple[nn.Module, int]:
 
 
 def hsdp(model: Toy, num_ranks: int) -> tuple[nn.Module, int]:
-    shard_all(model, mesh_of((num_ranks // 2, 2)))
+    shard_all(model, mesh_of((num_ranks // 2, 2), HSDP))
     return model, num_ranks
 
 
 def hsdp_of_one(model: Toy, num_ranks: int) -> tuple[nn.Module, int]:
     """A replica axis of size 1, and a shard axis of size 1."""
-    fully_shard(model.blocks[0], mesh=mesh_of((1, num_ranks)))
-    fully_shard(model.blocks[1], mesh=mesh_of((num_ranks, 1)))
-    fully_shard(model, mesh=mesh_of((1, num_ranks)))
+    fully_shard(model.blocks[0], mesh=mesh_of((1, num_ranks), HSDP))
+    fully_shard(model.blocks[1], mesh=mesh_of((num_ranks, 1), HSDP))
+    fully_shard(model, mesh=mesh_of((1, num_ranks), HSDP))
     return model, num_ranks
 
 
@@ -98,7 +99,7 @@ def mix(model: Toy, num_ranks: int) -> tuple[nn.Module, int]:
     fully_shard(first, mesh=mesh["dp"])
     parallelize_module(second, mesh["tp"], TP)
     fully_shard(second, mesh=mesh["dp"])
-    fully_shard(third, mesh=mesh)
+    fully_shard(third, mesh=mesh_of((num_ranks // 2, 2), HSDP))
     return model, num_ranks // 2
 
 

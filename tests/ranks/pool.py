@@ -29,6 +29,16 @@ from ranks.worker import rank_main
 
 __all__ = ["RankError", "RankPool", "device_type"]
 
+PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.tensor.parallel",
+    "hypothesis",
+    "numpy",
+    "pytest",
+]
 START_TIMEOUT_S = 120.0
 """For importing torch once and starting the ranks, on a machine that is busy with something else."""
 GRACE_S = 4.0
@@ -68,9 +78,7 @@ class RankPool:
 
         context = multiprocessing.get_context("forkserver")
         # Imported once; every rank is a fork of that process, and none has to load torch again.
-        context.set_forkserver_preload(
-            ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "hypothesis", "pytest"]
-        )
+        context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         # The store lives here, on a port that the system chooses, so it outlives any rank.
         timeout = timedelta(seconds=self.group_timeout_s)
