@@ -220,7 +220,7 @@ class PeriodicRowMuon(Optimizer):
 
         What torch keeps in groups (lr, weight_decay, momentum, nesterov, row_scale, period, ...) comes from the
         checkpoint; how it is computed (refresh, stagger, ns_dtype, state_dtype, comm_dtype, bucket_bytes) stays as
-        constructed. The state dict's tensors are copied.
+        constructed. The state dict's tensors are copied, whole ones to this rank's part of a sharded parameter.
 
         Raises:
             ValueError: the checkpoint routes parameters to other algorithms or chunks, or its settings are out of

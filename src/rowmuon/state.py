@@ -78,7 +78,10 @@ def adapt_state_dict(state_dict: dict[str, Any], optimizer: PeriodicRowMuon) -> 
         raise ValueError("the state dict doesn't fit: " + "; ".join(problems))
     for saved in saved_groups:
         check_hyper(saved, "the state dict")
-    return {**state_dict, "param_groups": saved_groups, "state": {k: _copied(v) for k, v in saved_state.items()}}
+    for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
+            saved_state[index] = _copied(saved_state[index], parameter)
+    return {**state_dict, "param_groups": saved_groups, "state": saved_state}
 
 
 def finish_loading(optimizer: PeriodicRowMuon) -> None:
@@ -115,12 +118,33 @@ def _adamw_entry(entry: dict[str, Any], saved: Mapping[str, Any], mu: float) -> 
     return out
 
 
-def _copied(entry: dict[str, Any]) -> dict[str, Any]:
+def _copied(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     """The caller's tensors stay the caller's; the momentum keeps its dtype."""
-    out = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
+    out = {}
+    for key, value in entry.items():
+        if isinstance(value, Tensor):
+            value = value.clone() if key == "step" else _placed_like(value, parameter)
+        out[key] = value
     if "momentum_buffer" in out:
         out["momentum_buffer"] = _Kept(out["momentum_buffer"])
     return out
+
+
+def _placed_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a state's tensor, placed as the parameter is.
+
+    A whole tensor is cut without sending anything; one that is sharded in another way is gathered first, by all ranks.
+    """
+    target, mesh = getattr(parameter, "placements", None), getattr(parameter, "device_mesh", None)
+    if getattr(value, "placements", None) == target and getattr(value, "device_mesh", None) == mesh:
+        return value.clone()
+    gather = getattr(value, "full_tensor", None)
+    whole = value if gather is None else gather()
+    if mesh is None:
+        return whole.clone()
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(parameter.device), mesh, target, src_data_rank=None).clone()
 
 
 def _translate_group(saved: dict[str, Any], group: Mapping[str, Any], optimizer: PeriodicRowMuon) -> None:

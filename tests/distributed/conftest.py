@@ -6,18 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ranks.pool import RankPool, device_type
-
-WORLD_SIZES = (1, 2, 3, 4, 8)
-
-
-def available(world_size: int) -> bool:
-    """On the CPU always; on CUDA with a device for each rank."""
-    if device_type() != "cuda":
-        return True
-    import torch
-
-    return torch.cuda.device_count() >= world_size
+from ranks.pool import RankPool, available
 
 
 class _Pools:

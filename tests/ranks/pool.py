@@ -27,7 +27,7 @@ from typing import Any
 
 from ranks.worker import rank_main
 
-__all__ = ["RankError", "RankPool", "device_type"]
+__all__ = ["RankError", "RankPool", "available", "device_type"]
 
 PRELOADED = [
     "torch",
@@ -48,6 +48,15 @@ GRACE_S = 4.0
 def device_type() -> str:
     """ "cpu" or "cuda": what the ranks work on."""
     return os.environ.get("ROWMUON_TEST_DEVICE", "cpu")
+
+
+def available(world_size: int) -> bool:
+    """On the CPU always; on CUDA with a device for each rank."""
+    if device_type() != "cuda":
+        return True
+    import torch
+
+    return torch.cuda.device_count() >= world_size
 
 
 class RankError(AssertionError):
