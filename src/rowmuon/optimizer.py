@@ -345,9 +345,11 @@ class PeriodicRowMuon(Optimizer):
         for stages, members in self._process_groups.comparisons(entry.layout for entry in entries).values():
             if self._process_groups.is_fake(stages[0]):
                 continue
-            states = [self.state[muon[i][0]] for i in members]
-            kinds = [(muon[i][1]["period"], s["step"], s["phase"]) for i, s in zip(members, states, strict=True)]
-            number = plan_hash([entries[i] for i in members], self.options, (self.skip_nonfinite, kinds))
+            extra: list[object] = [self.skip_nonfinite]
+            for i in members:  # by name too: equal shapes in another order would mix up the parameters
+                parameter, group, _ = muon[i]
+                extra.append((entries[i].name, group["period"], *map(self.state[parameter].get, ("step", "phase"))))
+            number = plan_hash([entries[i] for i in members], self.options, extra)
             heard.append(self._runtime.numbers_of_all(stages, number, local_tensor(muon[members[0]][0]).device))
         problems = [difference for difference in map(explain_difference, heard) if difference]
         if problems:  # only now: a rank that stopped at the first would leave others waiting in the second

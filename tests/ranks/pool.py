@@ -19,7 +19,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -131,13 +131,16 @@ class RankPool:
 
     # ---------------------------------------------------------------------------------------------------- cases
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, may_die: Sequence[int] = ()
+    ) -> list[Any]:
         """Calls ``function(*args)`` on every rank; returns what each has returned.
 
         Args:
             function: a module's function (of a test file too); it finds its rank by ``dist.get_rank()``.
             args: picklable.
             timeout_s: for this case, on all ranks together.
+            may_die: ranks whose process may end in it; they give None. The pool is of no use to another case then.
 
         Raises:
             RankError: it raised on a rank, a rank died, or it took too long.
@@ -150,9 +153,9 @@ class RankPool:
         for connection in self._connections:
             with contextlib.suppress(OSError):  # that rank has died; collecting says how
                 connection.send((source, function.__qualname__, args))
-        return self._collect(f"{function.__name__}{args!r}", timeout_s)
+        return self._collect(f"{function.__name__}{args!r}", timeout_s, may_die)
 
-    def _collect(self, what: str, timeout_s: float) -> list[Any]:
+    def _collect(self, what: str, timeout_s: float, may_die: Sequence[int] = ()) -> list[Any]:
         """One answer from every rank."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout_s
@@ -168,6 +171,9 @@ class RankPool:
                     answers[rank] = connection.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     self._processes[rank].join(5.0)
+                    if rank in may_die:
+                        answers[rank] = ("ok", None)
+                        continue
                     answers[rank] = ("died", f"the process ended with exit code {self._processes[rank].exitcode}")
                 if answers[rank][0] != "ok":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
