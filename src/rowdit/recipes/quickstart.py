@@ -27,6 +27,8 @@ TRIED = (
     ("adamw",      0.004,   0.95,     None,      None,    0,    1083.8,   1083.8,    0.2701),
     ("adamw",      0.008,   0.95,     None,      None,    0,     997.5,    997.5,    0.2669),
     ("adamw",      0.008,   0.95,     None,      None,    1,     978.0,    978.0,    0.2660),
+    ("adamw",      0.008,   0.95,     None,      None,    2,    1011.6,   1011.6,    0.2668),
+    ("adamw",      0.012,   0.95,     None,      None,    0,     958.8,    958.8,    0.2699),
     ("adamw",      0.016,   0.95,     None,      None,    0,    1176.8,   1176.8,    0.2789),
     ("adamw",      0.008,   0.99,     None,      None,    0,    1025.1,   1025.1,    0.2673),
     ("adamw",      0.008,  0.999,     None,      None,    0,    1085.3,   1085.3,    0.2699),
@@ -61,7 +63,7 @@ def recipe() -> Comparison:
         train=TrainConfig(batch_size=64, steps=1000, ema_decay=0.99, warmup_steps=20, grad_clip=1.0),
         evaluate=EvaluateConfig(num_evaluations=4, num_samples=1000, num_steps=10),
         optimizers={
-            "adamw": OptimizerConfig(name="adamw", lr=8e-3, betas=(0.9, 0.95)),
+            "adamw": OptimizerConfig(name="adamw", lr=1.2e-2, betas=(0.9, 0.95)),
             "muon": OptimizerConfig(name="muon", lr=1.6e-2, adamw_lr=3e-3),
             "periodic": OptimizerConfig(name="periodic", lr=1.6e-2, adamw_lr=3e-3, period=3, row_scale=0.25),
         },
