@@ -55,7 +55,7 @@ class ProcessGroups:
                 elif ranks == everyone:
                     self._groups[ranks] = dist.group.WORLD
                 else:
-                    self._groups[ranks] = _make(ranks, mesh.get_group(axes[0]), local_tensor(parameter).device)
+                    self._groups[ranks] = _make(ranks, local_tensor(parameter).device)
             if tuple(sorted(layout.grid.ranks)) == everyone:
                 self._groups.setdefault(everyone, dist.group.WORLD)
 
@@ -79,13 +79,14 @@ class ProcessGroups:
         return out
 
 
-def _make(ranks: Ranks, like: Any, device: Any) -> Any:
-    """A new group whose collectives time out as those of the group ``like`` do; else torch would wait half an hour."""
+def _make(ranks: Ranks, device: Any) -> Any:
+    """A new group whose collectives time out as the default group's do; else torch would wait half an hour."""
     global _made
-    if _made[0] is not dist.group.WORLD:
-        _made = (dist.group.WORLD, {})
+    world: Any = dist.group.WORLD
+    if _made[0] is not world:
+        _made = (world, {})
     if ranks not in _made[1]:
-        options = getattr(like._get_backend(device), "options", None)
+        options = getattr(world._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
         _made[1][ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return _made[1][ranks]
