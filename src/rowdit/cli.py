@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import tyro
+try:
+    import tyro
+except ModuleNotFoundError as missing:  # `pip install .` without the extra installs this command too
+    sys.exit(f"rowdit: {missing}; the library alone is installed. The system: pip install '.[rowdit]' in the clone")
 
 if TYPE_CHECKING:
     from rowdit.study.comparison import Comparison
@@ -55,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 130)
     except BrokenPipeError:
         return 1
+    except ModuleNotFoundError as error:
+        ours = str(error) == f"No module named {error.name!r}"  # Python's words; the weights' error has a way out
+        return _fail(f"{error}; pip install '.[rowdit]' in the clone installs what is missing" if ours else str(error))
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return _fail(
@@ -66,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
-    """Errors whose message is for the user, with no traceback: bad configs and data, a full disk, a missing package."""
+    """Errors whose message is for the user, with no traceback: bad configs and data, a full disk."""
     from rowdit.data import DataError
     from rowdit.study.report import StudyError
     from rowdit.train.checkpoint import CheckpointError
     from rowdit.train.config import ConfigError
 
-    return ConfigError, DataError, StudyError, CheckpointError, OSError, ModuleNotFoundError
+    return ConfigError, DataError, StudyError, CheckpointError, OSError
 
 
 def _fail(message: str, code: int = 2) -> int:
@@ -205,7 +211,7 @@ class DataGetOptions:
 
 def _data(arguments: list[str]) -> int:
     if arguments[:2] != ["get", "fashion-mnist"]:
-        if arguments and arguments[0] in ("-h", "--help"):
+        if {"-h", "--help"}.intersection(arguments):
             print("usage: rowdit data get fashion-mnist [--folder FOLDER]")
             return 0
         return _fail("usage: rowdit data get fashion-mnist [--folder FOLDER]")

@@ -112,7 +112,13 @@ def check_hyper(group: Mapping[str, Any], where: str) -> None:
         _check_number("lr", lr, where)
     _check_number("weight_decay", group["weight_decay"], where)
     _check_number("eps", group["eps"], where, positive=group.get("algorithm") != "adamw")
+    for name in ("maximize", "nesterov", "amsgrad", "capturable"):
+        if name in group and not isinstance(group[name], bool):
+            raise ValueError(f"{name}={group[name]!r} in {where} is neither True nor False")
     if group.get("algorithm") == "adamw":
+        for name in ("fused", "foreach"):
+            if group[name] is not None and not isinstance(group[name], bool):
+                raise ValueError(f"{name}={group[name]!r} in {where} isn't True, False or None")
         _check_betas(group["betas"], where)
         if group["fused"] and group["foreach"]:
             raise ValueError(f"fused and foreach can't both be True in {where}")

@@ -44,6 +44,17 @@ class Rule:
             re.compile(self.pattern)
         except re.error as error:
             raise ValueError(f"rule {self.pattern!r} isn't a regular expression: {error}") from error
+        for name, least in (("chunks", 1), ("max_ndim", 0), ("stack_dims", 0)):
+            value = getattr(self, name)
+            if value is None and name != "chunks":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"rule {self.pattern!r}: {name}={value!r} isn't an integer >= {least}")
+        if self.algorithm == "adamw" and (self.chunks != 1 or self.stack_dims is not None):
+            raise ValueError(
+                f"rule {self.pattern!r}: chunks={self.chunks}, stack_dims={self.stack_dims} say how Muon sees a "
+                "parameter, and this rule sends it to AdamW. Leave them out, or send it to 'muon'."
+            )
 
     def matches(self, name: str, ndim: int) -> bool:
         return (self.max_ndim is None or ndim <= self.max_ndim) and re.search(self.pattern, name) is not None
@@ -98,6 +109,7 @@ def param_groups(
         The groups, in the order of the model's parameters within each.
 
     Raises:
+        TypeError: ``model`` isn't a module, or ``rules`` aren't Rules.
         ValueError: a parameter that no rule covers, a rule that matches nothing (unless optional), an empty Muon set,
             or chunks that don't divide a parameter's rows; the names are given.
 
@@ -109,6 +121,7 @@ def param_groups(
         >>> [(g["algorithm"], len(g["params"])) for g in groups]
         [('muon', 1), ('adamw', 3)]
     """
+    rules = _checked(model, rules)
     used: set[int] = set()
     uncovered, rows = [], []
     groups: dict[tuple, list[tuple[str, Tensor]]] = {}
@@ -134,7 +147,10 @@ def param_groups(
         )
     dead = [rule.pattern for i, rule in enumerate(rules) if i not in used and not rule.optional]
     if dead:
-        raise ValueError(f"rules that match no parameter: {dead}. Correct or remove them, or mark them optional=True.")
+        raise ValueError(
+            f"rules that match no parameter: {dead}. Correct or remove them, or mark them optional=True."
+            + _tied_matches(model, [rules[i] for i in range(len(rules)) if rules[i].pattern in dead])
+        )
     if require_muon and not any(key[0] == "muon" for key in groups):
         raise ValueError(
             "no parameter goes to Muon, so this would be AdamW under another name. Check the rules against the "
@@ -150,6 +166,35 @@ def param_groups(
                 group["stack_dims"] = stack_dims
         out.append(group)
     return ParamGroups(out, rows)
+
+
+def _checked(model: object, rules: object) -> Sequence[Rule]:
+    """The rules as a sequence.
+
+    Raises:
+        TypeError: what was given can't be a model and its rules; it says what to give.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"param_groups takes the model, since rules go by name, not a {type(model).__name__}")
+    if isinstance(rules, (Rule, str)) or not isinstance(rules, Iterable):
+        raise TypeError(f"rules={rules!r} isn't a sequence: give [Rule(pattern, algorithm), ...] or rowmuon.rules.DIT")
+    rules = tuple(rules)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules hold {rule!r}, which isn't a Rule: write Rule(pattern, algorithm)")
+    return rules
+
+
+def _tied_matches(model: nn.Module, dead: Sequence[Rule]) -> str:
+    """A sentence for each further name of a tied parameter that one of the dead rules would have matched."""
+    first: dict[Tensor, str] = {}
+    hints = []
+    for raw_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = clean_name(raw_name)
+        own = first.setdefault(parameter, name)
+        if own != name and any(rule.matches(name, parameter.ndim) for rule in dead):
+            hints.append(f" {name!r} is tied to {own!r}, and the rule for that name decides.")
+    return "".join(hints)
 
 
 def _check_muon(name: str, parameter: Tensor, rule: Rule) -> None:

@@ -73,7 +73,12 @@ def convert_lr(lr: float, num_rows: int, num_cols: int, source: AdjustLr, target
     Example:
         >>> round(convert_lr(0.02, 1024, 1024, "original", "match_rms_adamw"), 6)
         0.003125
+
+    Raises:
+        ValueError: lr isn't a finite number >= 0, or a convention or shape that isn't one.
     """
+    if not 0.0 <= lr < math.inf:
+        raise ValueError(f"lr={lr!r} isn't a finite number >= 0")
     return lr * spectral_scale(num_rows, num_cols, source) / spectral_scale(num_rows, num_cols, target)
 
 

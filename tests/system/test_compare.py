@@ -176,6 +176,19 @@ def test_another_config_is_refused_and_fresh_starts_over(
     assert (out / "runs" / "periodic-seed0" / "notes.txt").exists()  # only what a run wrote is deleted
 
 
+def test_changed_data_is_refused_with_the_way_out(
+    finished: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    place = out / "runs" / "periodic-seed0" / "dataset.json"
+    place.write_text(json.dumps({"fingerprint": "other-images"}))
+    assert main(["compare", *TOY, "--steps", "9", "--out", str(out)]) == 2
+    errors = capsys.readouterr().err
+    assert "data: other-images -> fashion-mnist-bundled" in errors and "--fresh" in errors and "--out" in errors
+    assert _scores(out) == _scores(finished[0])
+
+
 def test_a_run_that_diverges_is_reported(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--adamw.lr", "1e37", "--train.max-skipped-in-row", "2", "--train.warmup-steps", "0"]
     assert main(["compare", *TOY, "--steps", "9", "--optimizers", "adamw", "--out", str(prepared), *options]) == 0
@@ -196,6 +209,8 @@ def test_a_run_that_diverges_is_reported(prepared: Path, capsys: pytest.CaptureF
         (["compare", "--train.step", "5"], "--train.steps"),
         (["compare", "--periodic.row-scale", "-1"], "row_scale = -1.0"),
         (["compare", "--muon.period", "2"], "doesn't read it"),
+        (["compare", "--muon.ns-coefficients", "polar"], "must be one of keller_jordan, polar_express"),
+        (["compare", "--model.mlp-ratio", "nan"], "mlp_ratio is nan"),
         (["compare", "--model.image-size", "10", "--model.patch-size", "4"], "nearest valid sizes"),
         (["compare", "--model.num-classes", "4", "--out", "OUT"], "the data has 10 classes"),
         (["compare", "--data.source", "bundeld", "--out", "OUT"], "bundeld"),
@@ -203,6 +218,9 @@ def test_a_run_that_diverges_is_reported(prepared: Path, capsys: pytest.CaptureF
         (["compare", "--out", "/dev/null/out"], "can't write into /dev/null/out"),
         (["tune", "--optimizer", "sgd"], "there is no optimizer 'sgd'"),
         (["tune", "--grid", "lr"], "must be KEY=VALUE"),
+        (["tune", "--grid", "train.steps.x=1"], "unknown key train.steps.x"),
+        (["tune", "--grid", "optimizers.muon=1"], "optimizers.muon is a section"),
+        (["tune", "--processes", "0", "--out", "OUT"], "processes = 0: must be an integer >= 1"),
         (["report", "OUT"], "summary.json"),
         (["data", "get", "mnist"], "rowdit data get fashion-mnist"),
     ],
@@ -219,6 +237,23 @@ def test_a_mistake_is_one_clear_message(
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("package", ["tyro", "numpy"])
+def test_the_library_alone_says_how_to_get_the_system(package: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys, importlib.abc\n"
+        f"class Absent(importlib.abc.MetaPathFinder):\n"
+        f"    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] == {package!r}:\n"
+        f"            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
+        f"sys.meta_path.insert(0, Absent())\n"
+        f"import rowdit.cli\n"
+        f"sys.exit(rowdit.cli.main(['compare', '--out', {str(tmp_path / 'out')!r}]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True)
+    assert result.returncode != 0 and "Traceback" not in result.stderr, result.stderr
+    assert f"No module named '{package}" in result.stderr and "pip install '.[rowdit]'" in result.stderr
+
+
 def test_help_is_quick_and_names_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     code = "import sys, rowdit.cli; rowdit.cli.main(['--help']); sys.exit('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], env=_environment(), capture_output=True, text=True)
@@ -227,6 +262,9 @@ def test_help_is_quick_and_names_the_verbs(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     assert "--periodic.row-scale" in capsys.readouterr().out
+    for arguments in (["data", "--help"], ["data", "get", "--help"], ["data", "get", "-h"]):
+        assert main(arguments) == 0
+        assert "data get fashion-mnist" in capsys.readouterr().out
 
 
 def test_tune_runs_a_grid_and_agrees_with_compare(

@@ -59,8 +59,8 @@ class DiTConfig:
         for name in ("image_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads", "num_classes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.mlp_size < 1:
-            raise ValueError(f"mlp_ratio is {self.mlp_ratio}; the MLP needs a width of at least 1")
+        if not math.isfinite(self.mlp_ratio) or self.mlp_size < 1:
+            raise ValueError(f"mlp_ratio is {self.mlp_ratio}; it must be finite, and hidden_size times it >= 1")
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size {self.image_size} isn't divisible by patch_size {self.patch_size}; "

@@ -82,6 +82,8 @@ def compare(plan: Plan, *, fresh: bool = False, console: Console | None = None) 
             context = prepare(plan.comparison, plan.out / "evaluation", stop, _printer(console))
         except Interrupted:
             return None
+        for label, seed in plan.runs():
+            _check_resumable(plan, label, seed, context.training)
         if not _run_all(plan, context, stop, console):
             return None
     summary = build_summary(plan, context.evaluator)
@@ -257,9 +259,9 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _check_resumable(plan: Plan, label: str, seed: int) -> None:
+def _check_resumable(plan: Plan, label: str, seed: int, dataset: Dataset | None = None) -> None:
     try:
-        check_same_run(plan.folder(label, seed), plan.comparison.run_config(label, seed))
+        check_same_run(plan.folder(label, seed), plan.comparison.run_config(label, seed), dataset)
     except ConfigError as error:
         raise ConfigError(f"{error}. Choose another --out, or --fresh to start these runs over.") from None
 

@@ -65,7 +65,7 @@ def parse_grid(entries: Sequence[str]) -> Grid:
     Values are JSON, or else strings. A key without a dot is the optimizer's; with one, the run's: `train.ema_decay`.
 
     Raises:
-        ConfigError: an entry without `=` or without values.
+        ConfigError: an entry without `=` or without values, or a key that was given before.
 
     >>> parse_grid(["lr=1e-3,2e-3", "adaln=muon"])
     {'lr': [0.001, 0.002], 'adaln': ['muon']}
@@ -79,7 +79,10 @@ def parse_grid(entries: Sequence[str]) -> Grid:
             values = json.loads(f"[{text}]")
         except json.JSONDecodeError:
             values = [_value(item) for item in text.split(",")]
-        grid[key.strip().replace("-", "_")] = values
+        key = key.strip().replace("-", "_")
+        if key in grid:
+            raise ConfigError(f"grid {entry!r}: {key} was given before; give all its values at once")
+        grid[key] = values
     return grid
 
 
@@ -105,14 +108,22 @@ def _value(text: str) -> Any:
 def make_tasks(comparison: Comparison, label: str, grid: Grid, seeds: Sequence[int]) -> list[Task]:
     """Every point of the grid with every seed; seeds are the outer loop, so that a stopped sweep has whole grids.
 
+    What is asked for twice (a value, a seed, 1 and 1.0) is one task: two would write into the same folder.
+
     Raises:
-        ConfigError: an unknown label or key, or a value that its config refuses.
+        ConfigError: an unknown label or key, or a value or seed that its config refuses.
     """
     if label not in comparison.optimizers:
         raise ConfigError(f"there is no optimizer {label!r}{nearest(label, comparison.optimizers)}")
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     varied = [(point, _apply(comparison, label, point)) for point in points]
-    return [Task(label, seed, point, changed) for seed in seeds for point, changed in varied]
+    tasks: dict[str, Task] = {}
+    for seed in seeds:
+        for point, changed in varied:
+            task = Task(label, seed, point, changed)
+            _ = task.config  # made here once, so that a bad seed is refused before any work
+            tasks.setdefault(task.name, task)
+    return list(tasks.values())
 
 
 def _apply(comparison: Comparison, label: str, point: dict[str, Any]) -> Comparison:
@@ -121,9 +132,12 @@ def _apply(comparison: Comparison, label: str, point: dict[str, Any]) -> Compari
         path = key.split(".") if "." in key else ["optimizers", label, key]
         table = config
         for part in path[:-1]:
-            table = table.get(part, {})
-        if path[-1] not in table:
-            raise ConfigError(f"unknown key {key}{nearest(path[-1], table or config)}")
+            table = table.get(part) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or path[-1] not in table:
+            known = table if isinstance(table, dict) else config
+            raise ConfigError(f"unknown key {key}{nearest(path[-1] if known is table else path[0], known)}")
+        if isinstance(table[path[-1]], dict) and not isinstance(value, dict):
+            raise ConfigError(f"{key} is a section; name one of its keys: {', '.join(table[path[-1]])}")
         table[path[-1]] = value
     return from_dict(Comparison, config)
 
@@ -135,6 +149,8 @@ def sweep(tasks: Sequence[Task], out: Path, *, num_processes: int, console: Cons
         ConfigError: the folder is in use, or a run in it has another config.
     """
     console = console or Console()
+    if num_processes < 1:
+        raise ConfigError(f"processes = {num_processes}: must be an integer >= 1")
     with lock_folder(out), StopRequest() as stop:
         path = out / "sweep.jsonl"
         done = {row["run"] for row in read_jsonl(path)}

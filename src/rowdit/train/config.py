@@ -19,6 +19,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import rowmuon
 from rowdit.models.dit import DiTConfig
 
 OPTIMIZERS = ("adamw", "muon", "periodic")
@@ -92,8 +93,9 @@ class OptimizerConfig:
         _check(self, "eps", 0 < self.eps < 1, "in (0, 1)")
         _check(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
         _check(self, "row_scale", 0 < self.row_scale < math.inf, "a finite number > 0")
-        if isinstance(self.period, int):
-            _check(self, "period", self.period >= 1, "an integer >= 1, null, or pairs (first step, period)")
+        names = ", ".join(rowmuon.COEFFICIENTS)
+        _check(self, "ns_coefficients", self.ns_coefficients in rowmuon.COEFFICIENTS, f"one of {names}")
+        _check(self, "period", _is_period(self.period), _PERIOD)
         for key in self._unread():
             if getattr(self, key) != _DEFAULTS[key]:
                 readers = "periodic" if key in _PERIODIC_ONLY else "muon or periodic"
@@ -110,6 +112,17 @@ class OptimizerConfig:
         if "adamw_lr" in settings and settings["adamw_lr"] is None:
             settings["adamw_lr"] = self.lr
         return settings
+
+
+_PERIOD = "an integer >= 1, null, or pairs (first step, period) whose steps start at 0 and rise"
+
+
+def _is_period(period: Any) -> bool:
+    if not isinstance(period, tuple):
+        return period is None or period >= 1
+    starts = [start for start, _ in period]
+    rises = starts[:1] == [0] and all(a < b for a, b in zip(starts, starts[1:], strict=False))
+    return rises and all(every is None or every >= 1 for _, every in period)
 
 
 _MUON_ONLY = ("adamw_lr", "momentum", "nesterov", "adjust_lr_fn", "ns_coefficients", "adaln")

@@ -30,6 +30,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"eps": -1e-7}, "eps=-1e-07"),
     ({"row_scale": -1.0}, "row_scale=-1.0"),
     ({"row_scale": INF}, "row_scale=inf"),
+    ({"nesterov": "no"}, "nesterov='no' .* neither True nor False"),
+    ({"maximize": 1}, "maximize=1 .* neither True nor False"),
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms' .* 'original' or 'match_rms_adamw'"),
     ({"period": 0}, "period=0 is less than 1. Give K >= 1"),
     ({"period": -3}, "period=-3"),

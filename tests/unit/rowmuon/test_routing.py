@@ -51,6 +51,51 @@ def test_groups_print_as_a_table() -> None:
     assert any(line.split()[:3] == ["conv.weight", "8x4x3x3", "adamw"] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunks": 0}, "rule 'x': chunks=0 isn't an integer >= 1"),
+        ({"chunks": 2.0}, "chunks=2.0 isn't an integer >= 1"),
+        ({"chunks": True}, "chunks=True"),
+        ({"max_ndim": "1"}, "max_ndim='1' isn't an integer >= 0"),
+        ({"stack_dims": -1}, "stack_dims=-1 isn't an integer >= 0"),
+        ({"algorithm": "adamw", "chunks": 3}, "chunks=3, .* sends it to AdamW"),
+        ({"algorithm": "adamw", "stack_dims": 0}, "stack_dims=0 .* sends it to AdamW"),
+    ],
+)
+def test_a_rules_own_settings_are_checked(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rule("x", **{"algorithm": "muon", **settings})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((nn.Linear(2, 2).parameters(), [REST]), "takes the model.*not a generator"),
+        ((nn.Linear(2, 2), REST), r"isn't a sequence: give \[Rule\("),
+        ((nn.Linear(2, 2), "weight"), "rules='weight' isn't a sequence"),
+        ((nn.Linear(2, 2), None), "rules=None isn't a sequence"),
+        ((nn.Linear(2, 2), ["weight", REST]), "rules hold 'weight', which isn't a Rule"),
+    ],
+)
+def test_what_is_no_model_or_no_rules_is_named(arguments: tuple, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        param_groups(*arguments)
+
+
+def test_rules_may_come_from_a_generator() -> None:
+    rules = [Rule(r"\.weight$", "muon"), REST]
+    assert table_of(param_groups(model(), (rule for rule in rules))) == table_of(param_groups(model(), rules))
+
+
+def test_a_rule_for_the_second_name_of_a_tied_parameter_says_so() -> None:
+    net = nn.ModuleDict({"emb": nn.Embedding(5, 4), "mid": nn.Linear(4, 4), "head": nn.Linear(4, 5, bias=False)})
+    net["head"].weight = net["emb"].weight
+    rules = [Rule("^head", "adamw"), Rule(r"^mid\.weight", "muon"), REST]
+    with pytest.raises(ValueError, match=r"match no parameter: \['\^head'\].*'head.weight' is tied to 'emb.weight'"):
+        param_groups(net, rules)
+
+
 def test_an_uncovered_parameter_is_an_error() -> None:
     with pytest.raises(
         ValueError, match=r"no rule covers \['a.bias', 'b.bias', 'conv.bias'\].*Rule\('\.\*', 'adamw'\)"
@@ -78,7 +123,6 @@ def test_what_muon_cant_take_is_an_error() -> None:
     for rule, message in (
         (Rule("bias", "muon"), r"'bias' sends 'a.bias' of shape \(24,\) to Muon.*max_ndim=1"),
         (Rule("a.weight", "muon", chunks=5), r"chunks=5 doesn't divide the 24 rows of 'a.weight' \(24, 8\)"),
-        (Rule("a.weight", "muon", chunks=0), "chunks=0"),
         (Rule("a.weight", "muon", stack_dims=1), "stack_dims=1 leaves no matrix of 'a.weight'"),
     ):
         with pytest.raises(ValueError, match=message):

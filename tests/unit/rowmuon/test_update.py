@@ -112,6 +112,12 @@ def test_convert_lr_gives_the_same_update(shape, source, target) -> None:
     assert convert_lr(converted, *shape, target, source) == pytest.approx(0.03, rel=1e-14)
 
 
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -0.1])
+def test_convert_lr_refuses_what_is_no_learning_rate(lr: float) -> None:
+    with pytest.raises(ValueError, match="isn't a finite number >= 0"):
+        convert_lr(lr, 4, 4, "original", "match_rms_adamw")
+
+
 def test_bad_scales() -> None:
     with pytest.raises(ValueError, match="adjust_lr_fn='match_rms'"):
         spectral_scale(4, 4, "match_rms")  # type: ignore[arg-type]

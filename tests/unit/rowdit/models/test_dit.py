@@ -251,6 +251,8 @@ def test_any_size_channels_and_classes(image_size, in_channels, patch_size, num_
         ({"depth": 0}, "depth is 0"),
         ({"num_classes": -1}, "num_classes is -1"),
         ({"mlp_ratio": 0.0}, "mlp_ratio is 0"),
+        ({"mlp_ratio": float("nan")}, "mlp_ratio is nan; it must be finite"),
+        ({"mlp_ratio": float("inf")}, "mlp_ratio is inf; it must be finite"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_with_the_way_out(changes, words):

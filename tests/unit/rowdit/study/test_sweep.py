@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rowdit.study.sweep import make_tasks, parse_grid, parse_seeds, print_sweep
+from rowdit.study.sweep import make_tasks, parse_grid, parse_seeds, print_sweep, sweep
 from rowdit.train.config import ConfigError
 from toy_training import toy_comparison
 
@@ -28,6 +28,24 @@ def test_grids() -> None:
     for bad in ("lr", "lr=", "=3"):
         with pytest.raises(ConfigError, match="must be KEY=VALUE"):
             parse_grid([bad])
+    with pytest.raises(ConfigError, match="row_scale was given before"):
+        parse_grid(["row_scale=1", "row-scale=2"])
+
+
+def test_what_is_asked_for_twice_is_one_run() -> None:
+    tasks = make_tasks(toy_comparison(), "muon", {"lr": [1e-3, 0.001, 1, 1.0]}, (0, 0, 1))
+    assert [(task.point["lr"], task.seed) for task in tasks] == [(1e-3, 0), (1, 0), (1e-3, 1), (1, 1)]
+
+
+def test_a_seed_out_of_range_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ConfigError, match="seed = -1"):
+        make_tasks(toy_comparison(), "muon", {"lr": [1e-3]}, (0, -1))
+
+
+def test_some_process_must_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="processes = 0: must be an integer >= 1"):
+        sweep(make_tasks(toy_comparison(), "muon", {"lr": [1e-3]}, (0,)), tmp_path / "out", num_processes=0)
+    assert not (tmp_path / "out").exists()
 
 
 def test_seed_lists() -> None:
