@@ -16,7 +16,8 @@ def make_params(
 ) -> list[nn.Parameter]:
     """Gaussian parameters; drawn in float64, so that every dtype starts from the same values, rounded."""
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+    draw = {"generator": generator, "dtype": torch.float64}
+    return [nn.Parameter(torch.randn(tuple(shape), **draw).to(dtype)) for shape in shapes]
 
 
 def give_grads(params: Iterable[Tensor], step: int, scale: float = 1.0) -> None:

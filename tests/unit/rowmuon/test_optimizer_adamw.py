@@ -33,6 +33,7 @@ def both(options: dict[str, Any], torch_options: dict[str, Any] | None = None, d
         {"fused": True, "amsgrad": True, "maximize": True},
         {"fused": True, "lr": torch.tensor(3e-3)},
         {"fused": False, "lr": torch.tensor(3e-3)},
+        {"fused": True, "capturable": True},
         {"fused": True, "eps": 0.0, "betas": (0.0, 0.5)},
     ],
     ids=str,
