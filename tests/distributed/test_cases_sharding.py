@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import rowmuon
 from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part, relative
 from ranks.models import Spec, build, give_gradients, optimizer_on, start
-from ranks.placing import full, mesh_of
+from ranks.placing import full, full_of, mesh_of
 from ranks.pool import device_type
 
 D = 64
@@ -35,8 +35,8 @@ def check_unsharded(specs: tuple[Spec, ...], layout: str, tolerance: float, **se
     sharded, alone = build(specs, layout), build(specs, "1:alone")
     here, there = optimizer_on(sharded, specs, layout, **settings), optimizer_on(alone, specs, **settings)
     for step in range(NUM_STEPS):
-        before = {name: full(p) for name, p in sharded.items()}
-        right_before = {name: full(p) for name, p in alone.items()}
+        before = full_of(sharded)
+        right_before = full_of(alone)
         give_gradients(sharded, specs, step)
         give_gradients(alone, specs, step)
         counted_step(here)

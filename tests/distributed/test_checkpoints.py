@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 import rowmuon
 from ranks.checks import assert_same_bits_on_replicas, relative
 from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, optimizer_on, start
-from ranks.placing import full, place
+from ranks.placing import full_of, place
 from ranks.pool import RankPool, available
 
 SAVED_AT, END, PERIOD = 7, 12, 4
@@ -71,7 +72,7 @@ def run_steps(model: nn.Module, optimizer: rowmuon.PeriodicRowMuon, first: int, 
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(p) for name, p in model.named_parameters()}
+    return full_of(dict(model.named_parameters()))
 
 
 def assert_went_on(found: dict[str, Tensor], right: dict[str, Tensor], exactly: bool) -> None:
@@ -93,7 +94,7 @@ def save(layout: str, folder: str, flat: bool, asynchronous: bool) -> None:
     run_steps(model, optimizer, 0, SAVED_AT)
     state = whole_state(model, optimizer, flat)
     if asynchronous:
-        future = dcp.async_save(state, checkpoint_id=f"{folder}/dcp")
+        future = dcp.async_save(state, checkpoint_id=f"{folder}/dcp", process_group=group_of_savers())
         run_steps(model, optimizer, SAVED_AT, END)  # what is saved must not change under it
         future.result()
     else:
@@ -102,6 +103,12 @@ def save(layout: str, folder: str, flat: bool, asynchronous: bool) -> None:
     result = weights(model)
     if dist.get_rank() == 0:
         torch.save(result, f"{folder}/end.pt")
+
+
+@lru_cache(maxsize=1)
+def group_of_savers() -> Any:
+    """Saving in a thread has collectives of its own, which must not come between those of the training."""
+    return dist.new_group(backend="gloo")
 
 
 def whole_state(model: nn.Module, optimizer: rowmuon.PeriodicRowMuon, flat: bool) -> dict[str, Any]:
@@ -178,8 +185,9 @@ def save_plain(layout: str, folder: str) -> None:
     optimizer = optimizer_on(dict(model.named_parameters()), EVERY_SHAPE, layout, period=PERIOD)
     run_steps(model, optimizer, 0, SAVED_AT)
     state = optimizer.state_dict()
-    for entry in state["state"].values():
-        entry.update({key: full(value) for key, value in entry.items() if isinstance(value, Tensor)})
+    for index, entry in state["state"].items():  # its dicts are the optimizer's own
+        whole = full_of({key: value for key, value in entry.items() if isinstance(value, Tensor)})
+        state["state"][index] = {**entry, **whole}
     saved = {"model": weights(model), "optimizer": state}
     run_steps(model, optimizer, SAVED_AT, END)
     end = weights(model)

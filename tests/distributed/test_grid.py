@@ -10,7 +10,7 @@ from torch import Tensor
 from ranks.checks import assert_same_bits_on_replicas, counted_step, relative
 from ranks.expected import expected_weights
 from ranks.models import EVERY_SHAPE, build, give_gradients, optimizer_on
-from ranks.placing import full, parse
+from ranks.placing import full_of, parse
 
 LAYOUTS = {
     1: ("1:plain", "1:alone", "1:S0", "1:S1", "1x1:R,S0", "1x1:X0,S0", "1x1x1:R,S0,S1"),
@@ -36,7 +36,7 @@ ROW_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.002 * TOLERANCE[torch.bf
 def run_grid(layout: str, refresh: str, dtype: torch.dtype, settings: dict) -> None:
     params = build(EVERY_SHAPE, layout)
     optimizer = optimizer_on(params, EVERY_SHAPE, layout, refresh=refresh, ns_dtype=dtype, comm_dtype=dtype, **settings)
-    before = {name: full(p) for name, p in params.items()}
+    before = full_of(params)
     for step in range(NUM_STEPS):
         give_gradients(params, EVERY_SHAPE, step)
         kind, num_collectives = counted_step(optimizer)
@@ -44,7 +44,7 @@ def run_grid(layout: str, refresh: str, dtype: torch.dtype, settings: dict) -> N
         if kind == "row":
             assert num_collectives == num_row_collectives(layout)
         assert_same_bits_on_replicas(params)
-        after = {name: full(p) for name, p in params.items()}
+        after = full_of(params)
         if dist.get_rank() == 0:  # what is full here is full everywhere, and the reference takes its time
             compare_updates(before, after, step, kind, dtype)
         before = after

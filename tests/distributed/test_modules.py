@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks.checks import assert_same_bits_on_replicas, counted_step
-from ranks.placing import full, mesh_of
+from ranks.placing import full_of, mesh_of
 from ranks.pool import device_type
 from ranks.toy import ReferenceTrainer, Toy, batch, loss_of, make_toy, optimizer_for
 
@@ -134,7 +134,7 @@ def train(name: str, refresh: str) -> None:
             average_plain_gradients(model)
         counted_step(optimizer)
         assert_same_bits_on_replicas(dict(model.named_parameters()))
-    found = {name.removeprefix("module."): full(p) for name, p in model.named_parameters()}
+    found = full_of({name.removeprefix("module."): p for name, p in model.named_parameters()})
     error, worst = reference.error(found)
     assert error <= TOLERANCE, f"{worst}: off by {error:.2g}"
 

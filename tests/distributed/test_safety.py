@@ -13,7 +13,7 @@ from torch import nn
 
 from ranks.checks import assert_same_bits_on_replicas, local_part
 from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, gradient, optimizer_on
-from ranks.placing import full, place, place_gradient
+from ranks.placing import full, full_of, place, place_gradient
 from ranks.pool import RankPool
 
 SPECS = (Spec("w", (6, 8)), Spec("v", (5, 8)), Spec("bias", (4,), algorithm="adamw"), Spec("v2", (5, 8)))
@@ -47,7 +47,7 @@ def run_differing(layout: str, odd: int, what: str) -> str:
     if what == "frozen" and dist.get_rank() == odd:
         params["v"].requires_grad_(False)
     optimizer = optimizer_on(params, specs, layout, **settings)
-    start = {name: full(p) for name, p in params.items()}
+    start = full_of(params)
     for name, parameter in params.items():
         if parameter.requires_grad:
             place_gradient(parameter, gradient(next(s for s in SPECS if s.name == name), 0))

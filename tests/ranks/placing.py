@@ -12,6 +12,7 @@ A layout is a short text, which is its name in a test's id too: the mesh's shape
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ranks.pool import device_type
 
-__all__ = ["full", "is_plain", "mesh_of", "parse", "place", "place_gradient", "process_group_of"]
+__all__ = ["full", "full_of", "is_plain", "mesh_of", "parse", "place", "place_gradient", "process_group_of"]
 
 
 @lru_cache(maxsize=64)
@@ -90,6 +91,37 @@ def place_gradient(parameter: Tensor, grad: Tensor) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor, on the CPU."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+    """A copy of the whole tensor, on the CPU. Of sharded ones all ranks must call it."""
+    return full_of({"": tensor})[""]
+
+
+def full_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of whole tensors, on the CPU, by one exchange of objects.
+
+    Not by `full_tensor()`: torch 2.13 can't gather an uneven strided shard that leaves a rank without rows.
+    """
+    mine = {n: t.detach().to_local().cpu() for n, t in tensors.items() if isinstance(t, DTensor)}
+    parts: list[dict[str, Tensor]] = [mine] * dist.get_world_size()
+    if mine:
+        indices = {n: _indices(t.device_mesh, t.placements, tuple(t.shape)) for n, t in tensors.items() if n in mine}
+        parts = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, {n: (indices[n], part) for n, part in mine.items()})
+    out = {}
+    for name, tensor in tensors.items():
+        if name not in mine:
+            out[name] = tensor.detach().to("cpu", copy=True)
+            continue
+        whole = torch.full((tensor.numel(),), float("nan"), dtype=tensor.dtype)
+        for part in parts:
+            if name in part:
+                index, values = part[name]
+                whole[index.flatten()] = values.flatten()
+        out[name] = whole.view(tensor.shape)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _indices(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Tensor:
+    """Which elements of a tensor this rank holds."""
+    everything = torch.arange(math.prod(shape), device=device_type()).view(shape)
+    return distribute_tensor(everything, mesh, placements, src_data_rank=None).to_local().cpu().clone()
