@@ -165,14 +165,14 @@ def test_another_config_is_refused_and_fresh_starts_over(
     out = tmp_path / "out"
     shutil.copytree(finished[0], out)
     command = ["compare", *TOY, "--steps", "9", "--optimizers", "periodic", "--out", str(out)]
-    command += ["--periodic.row-scale", "0.25"]
+    command += ["--periodic.row-scale", "0.75"]
     assert main(command) == 2
     errors = capsys.readouterr().err
-    assert "optimizer.row_scale: " in errors and "-> 0.25" in errors and "--fresh" in errors
+    assert "optimizer.row_scale: " in errors and "-> 0.75" in errors and "--fresh" in errors
     assert _scores(out) == _scores(finished[0])
     (out / "runs" / "periodic-seed0" / "notes.txt").write_text("mine")
     assert main([*command, "--fresh"]) == 0
-    assert _summary(out)["optimizers"]["periodic"]["settings"]["row_scale"] == 0.25
+    assert _summary(out)["optimizers"]["periodic"]["settings"]["row_scale"] == 0.75
     assert (out / "runs" / "periodic-seed0" / "notes.txt").exists()  # only what a run wrote is deleted
 
 
