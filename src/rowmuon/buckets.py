@@ -23,7 +23,7 @@ _MAX_ROUTES_KEPT = 8  # a process asks for its own; whoever prices a cluster ask
 
 @dataclass(frozen=True)
 class Matrix:
-    """Matrix ``index`` of entry ``entry``; ``owner`` = (replica, member of the shard group) that orthogonalises it.
+    """Matrix ``index`` of entry ``entry``; the rank with (replica index, shard index) ``owner`` orthogonalises it.
 
     In local and gather buckets the owner has no meaning and is (0, 0).
     """
@@ -164,34 +164,36 @@ class Bucket:
     def _exchange_route(self, rank: int) -> Route:
         layout = self.layout
         group, replicas = layout.shard_group(rank), layout.replica_group(rank)
-        member, replica = group.index(rank), replicas.index(rank)
-        if not self.shares_replicas:
-            replica = 0
         by_owner: dict[tuple[int, int], list[int]] = {}
         for position, matrix in enumerate(self.matrices):
             by_owner.setdefault(matrix.owner, []).append(position)
+        busy = {s for _, s in by_owner}
 
-        def parts_of(of_replica: int) -> tuple[list[Piece], list[int]]:
+        def parts_of(peer: int) -> tuple[list[Piece], list[int]]:
+            """What this rank and its replica ``peer`` hold of the matrices of that one, in the order of its group."""
             pieces: list[Piece] = []
             counts = [0] * len(group)
             offset = 0
-            for owner in sorted(s for r, s in by_owner if r == of_replica):
-                here = list(self.parts(by_owner[of_replica, owner], rank, offset))
-                counts[owner] = sum(piece.numel for piece in here)
-                offset += counts[owner]
-                pieces += here
+            of_replica = layout.replica_index(peer) if self.shares_replicas else 0
+            for member, shard in enumerate(map(layout.shard_index, layout.shard_group(peer))):
+                if shard in busy:
+                    here = list(self.parts(by_owner.get((of_replica, shard), ()), rank, offset))
+                    counts[member] = sum(piece.numel for piece in here)
+                    offset += counts[member]
+                    pieces += here
             return pieces, counts
 
-        pieces, send_counts = parts_of(replica)
+        pieces, send_counts = parts_of(rank)
         mine = tuple(pieces)
-        owned = tuple(by_owner.get((replica, member), ()))
+        replica = layout.replica_index(rank) if self.shares_replicas else 0
+        owned = tuple(by_owner.get((replica, layout.shard_index(rank)), ()))
         assemble, recv_counts = self._arriving(owned, group, padded=False)
         route = (group, mine, tuple(send_counts), recv_counts, owned, assemble, mine)
         if not self.shares_replicas:
             return Route(*route)
         at_once = max(self.bucket_bytes // self.comm_dtype.itemsize, self.matrix_numel) // len(replicas)
-        of_replicas = [list(_portions(parts_of(r)[0], at_once)) for r in range(len(replicas))]
-        return Route(*route, replicas, tuple(_shares(of_replicas, replica)))
+        of_replicas = [list(_portions(parts_of(peer)[0], at_once)) for peer in replicas]
+        return Route(*route, replicas, tuple(_shares(of_replicas, replicas.index(rank))))
 
     def _arriving(
         self, positions: Sequence[int], group: tuple[int, ...], *, padded: bool
@@ -246,7 +248,7 @@ def _portions(pieces: Sequence[Piece], numel: int) -> Iterator[list[Piece]]:
 
 
 def _shares(of_replicas: Sequence[Sequence[list[Piece]]], here: int) -> Iterator[Share]:
-    """The first portions of all replicas, then the second ones, ...; ``here`` is this rank's replica."""
+    """The first portions of all replicas, then the second ones, ...; ``here`` is this rank's place among them."""
     for portions in itertools.zip_longest(*of_replicas, fillvalue=[]):
         count = max(sum(piece.numel for piece in portion) for portion in portions)
         pieces = [

@@ -80,6 +80,13 @@ class Grid:
         """Mesh coordinate of a global rank."""
         return self._coordinates[rank]
 
+    def index_along(self, axes: tuple[int, ...], rank: int) -> int:
+        """Position of ``rank`` on ``axes``, in row-major order of the mesh; its order of ranks may be any."""
+        index = 0
+        for axis in axes:
+            index = index * self.shape[axis] + self._coordinates[rank][axis]
+        return index
+
     def slice_along(self, axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` on ``axes`` alone, itself included, in rising order.
 
@@ -174,6 +181,14 @@ class Layout:
 
     def ranks_along(self, axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
         return (rank,) if self.grid is None or not axes else self.grid.slice_along(axes, rank)
+
+    def shard_index(self, rank: int) -> int:
+        """Which part this rank holds: equal on all its replicas."""
+        return 0 if self.grid is None else self.grid.index_along(self.shard_axes, rank)
+
+    def replica_index(self, rank: int) -> int:
+        """Which replica this rank belongs to: equal in the whole shard group."""
+        return 0 if self.grid is None else self.grid.index_along(self.replica_axes, rank)
 
     def shard_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold this rank's copy of the parameter between them."""

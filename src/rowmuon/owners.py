@@ -22,7 +22,7 @@ __all__ = ["assign_owners", "cut_into_buckets", "sharing_pays"]
 def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: bool) -> list[Matrix]:
     """Gives each matrix to the least loaded owner, the costliest first (longest processing time first).
 
-    A matrix that is whole on one member of the shard group stays there; only its replica is then free to choose. Of
+    Owners are (`Layout.replica_index`, `Layout.shard_index`). A matrix that is whole on a rank stays there; only its replica is then free to choose. Of
     owners with equal loads those on different replicas come first: what one replica has done is gathered over all of
     them, padded to the one with most.
     """
@@ -52,18 +52,19 @@ def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: b
 
 
 def _group(layout: Layout) -> tuple[int, ...]:
-    """One of the shard groups; what their members hold is the same in all of them."""
+    """One of the shard groups; all of them hold the same between them."""
     assert layout.grid is not None
     return layout.shard_group(layout.grid.ranks[0])
 
 
 def _holder(layout: Layout, box: Box) -> int:
-    """Position in the shard group of the member that holds ``box`` whole."""
+    """`Layout.shard_index` of the ranks that hold ``box`` whole."""
     if layout.grid is None or not layout.splits:
         return 0
-    (run,) = runs_of(layout, _group(layout), box)
-    assert run.count == 1, f"no member holds {box} of {layout}"
-    return run.first
+    group = _group(layout)
+    (run,) = runs_of(layout, group, box)
+    assert run.count == 1, f"no rank holds all of {box} of {layout}"
+    return layout.shard_index(group[run.first])
 
 
 def sharing_pays(
