@@ -28,8 +28,9 @@ ROWMUON = {
     "routing": "",
     "rules": "routing",
     # the plan is pure: it knows layouts and no process group
-    "buckets": "layout",
-    "plan": "layout buckets",
+    "members": "layout",
+    "buckets": "layout members",
+    "plan": "layout members buckets",
     # what a parameter group says, and what a rank holds of a parameter
     "groups": "layout orthogonalize period routing update",
     "shards": "layout update buckets groups",
