@@ -9,7 +9,16 @@ from torch import Tensor
 import rowmuon
 from optimizer_cases import copies, give_grads, make_params, momentum_of, relative_difference, train
 
-SHAPES = {"wide": (24, 80), "tall": (80, 24), "square": (48, 48), "one row": (1, 40), "one column": (40, 1)}
+SHAPES = {
+    "wide": (24, 80),
+    "tall": (80, 24),
+    "square": (48, 48),
+    "one row": (1, 40),
+    "one column": (40, 1),
+    # long enough for the Gram form of the iteration
+    "long row-wise": (128, 320),
+    "long column-wise": (320, 128),
+}
 # Both normalise and round to bf16 in another order, and five quintic steps don't contract, so rounding shows.
 TOLERANCE = {torch.float32: 0.03, torch.bfloat16: 0.15}
 NUM_STEPS = 20
