@@ -75,6 +75,8 @@ class PeriodicRowMuon(Optimizer):
         process_group: over which plain tensors are replicated (DDP); also agrees on skipping.
         skip_nonfinite: skip a step on all ranks alike if any gradient isn't finite; one scalar all-reduce and one host
             read a step. A skipped step changes nothing and doesn't count.
+        compile: row steps through ``torch.compile``: faster, but the first takes seconds, which a short run doesn't
+            earn back. On a CPU it needs a C++ compiler. Fake tensors take the eager path.
 
     Raises:
         ValueError: a setting out of range, a layout or parameter that can't be worked on; the parameter is named.
@@ -117,6 +119,7 @@ class PeriodicRowMuon(Optimizer):
         bucket_bytes: int = 64 << 20,
         process_group: dist.ProcessGroup | None = None,
         skip_nonfinite: bool = False,
+        compile: bool = False,
     ) -> None:
         self.options = PlanOptions(refresh, comm_dtype, bucket_bytes)
         for name, dtype in (("ns_dtype", ns_dtype), ("state_dtype", state_dtype or ns_dtype)):
@@ -137,7 +140,7 @@ class PeriodicRowMuon(Optimizer):
         }
         check_hyper(defaults, "the constructor")
         self.stagger, self.ns_dtype, self.state_dtype = stagger, ns_dtype, state_dtype
-        self.process_group, self.skip_nonfinite = process_group, skip_nonfinite
+        self.process_group, self.skip_nonfinite, self.compile = process_group, skip_nonfinite, compile
         self.num_skipped_steps = 0
         self.traffic = Traffic()
         self._reset_caches()
@@ -195,13 +198,13 @@ class PeriodicRowMuon(Optimizer):
         self._process_groups = ProcessGroups()
         self._process_groups.known(self.process_group)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._runtime = Runtime(rank, self._process_groups.group_of)
+        self._runtime = Runtime(rank, self._process_groups.group_of, compile_rows=self.compile)
 
     def __getstate__(self) -> dict[str, Any]:
         # As torch does: no hooks, nor the `step` that a scheduler put over this object's own. A process group is a
         # handle of this process; plans and layouts are made again from the groups.
         names = ("options", "stagger", "ns_dtype", "state_dtype", "skip_nonfinite", "num_skipped_steps", "traffic")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in (*names, "compile")}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -265,10 +268,9 @@ class PeriodicRowMuon(Optimizer):
             self.num_skipped_steps += 1
             return loss
         adamw.check_gradients(self.param_groups)
-        kind = _kind([due for *_, due in muon])
         shards = self._shards(muon)
         plan = self._plan(muon)
-        counts = self.traffic[kind]
+        counts = self.traffic[_kind([due for *_, due in muon])]
         counts.num_steps += 1
         self._runtime.execute(plan, shards, counts, fill=self._step_adamw)
         for shard in shards:
@@ -323,8 +325,7 @@ class PeriodicRowMuon(Optimizer):
         shards = []
         for parameter, group, _ in muon:
             hyper = hypers.setdefault(id(group), Hyper.of(group))
-            momentum = self.state[parameter]["momentum_buffer"]
-            layout = self._layouts[parameter]
+            momentum, layout = self.state[parameter]["momentum_buffer"], self._layouts[parameter]
             shards.append(make_shard(parameter, momentum, layout, self._runtime.rank, group, hyper))
         return shards
 
@@ -360,8 +361,7 @@ class PeriodicRowMuon(Optimizer):
 
     def plan(self, kind: Literal["refresh", "row"]) -> StepPlan:
         """The plan of a step in which all parameters refresh, or none does."""
-        muon = [(parameter, group, kind == "refresh") for parameter, group, _ in self._muon_params()]
-        return self._plan(muon)
+        return self._plan([(parameter, group, kind == "refresh") for parameter, group, _ in self._muon_params()])
 
     def describe(self) -> str:
         """Routing, layout and buckets as text, and what this rank computes and sends in each kind of step."""

@@ -77,11 +77,15 @@ class Runtime:
     Args:
         rank: this process's global rank (0 where there is no process group).
         group_of: gives the process group over a tuple of global ranks.
+        compile_rows: whether row steps whose rows are whole here go through torch.compile.
     """
 
-    def __init__(self, rank: int, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> None:
+    def __init__(
+        self, rank: int, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup], compile_rows: bool = False
+    ) -> None:
         self.rank = rank
         self.group_of = group_of
+        self.compile_rows = compile_rows
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -118,7 +122,8 @@ class Runtime:
             self._apply(returning.pop(0), shards, counts)
 
     def _whole_rows(self, plan: StepPlan, shards: Sequence[Shard]) -> None:
-        apply_whole_rows([shards[index] for index in plan.rows if not plan.entries[index].layout.column_axes])
+        whole = [shards[index] for index in plan.rows if not plan.entries[index].layout.column_axes]
+        apply_whole_rows(whole, compile=self.compile_rows)
 
     def _start_split_rows(
         self, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowmuon import compiled
 from rowmuon.buckets import Bucket, Piece, Route
 from rowmuon.groups import name_of
 from rowmuon.layout import ROWS, Box, Layout, local_tensor
@@ -243,15 +244,16 @@ def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor) ->
         yield part, buffer.as_strided(size, stride, buffer.storage_offset() + piece.offset)
 
 
-def apply_whole_rows(shards: Sequence[Shard]) -> None:
+def apply_whole_rows(shards: Sequence[Shard], *, compile: bool = False) -> None:
     """The row step of parameters whose rows are whole here, all of a group in one call."""
+    step = compiled.row_step_ if compile else row_step_
     by_group: dict[int, list[Shard]] = {}
     for shard in shards:
         if shard.grad is not None:
             by_group.setdefault(id(shard.hyper), []).append(shard)
     for members in by_group.values():
         hyper = members[0].hyper
-        row_step_(
+        step(
             [shard.weight.flatten(0, 1) for shard in members],
             [shard.momentum.flatten(0, 1) for shard in members],
             [shard.grad.flatten(0, 1) for shard in members if shard.grad is not None],

@@ -1,0 +1,142 @@
+"""The compiled row step: the eager one's numbers, compiled once, a clear error where it can't be."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import rowmuon
+from optimizer_cases import give_grads, make_params
+from rowmuon import compiled, update
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler (g++ or clang++) on PATH"
+)
+SHAPES = [(0, 6), (1, 6), (5, 1), (2, 7), (33, 33), (130, 67), (520, 1030)]  # the last takes two blocks
+STEP = {"lr": 0.02, "weight_decay": 0.1, "beta": 0.9, "nesterov": True, "eps": 1e-7, "maximize": False}
+CHANGES = [
+    {},
+    {"nesterov": False},
+    {"weight_decay": 0.0},
+    {"maximize": True},
+    {"lr": torch.tensor(0.02)},
+    {"beta": 0.3, "nesterov": False, "maximize": True},
+]
+DTYPES = {  # weight, momentum, grad
+    "fp32": (torch.float32, torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "fp32 weights, bf16 momentum": (torch.float32, torch.bfloat16, torch.float32),
+}
+
+
+def tensors(dtype: torch.dtype, seed: int, zero_rows: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    for tensor in made if zero_rows else ():
+        tensor[2:4] = 0
+    return made
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES.keys())
+def test_numbers_are_those_of_the_eager_step(dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> None:
+    step_eps = max(torch.finfo(dtype).eps for dtype in dtypes[1:])
+    scales = [0.2 * (i + 1) for i in range(len(SHAPES))]
+    for change in CHANGES:
+        weights, momenta, grads = (tensors(dtype, seed, zero_rows=seed > 0) for seed, dtype in enumerate(dtypes))
+        expected_weights, expected_momenta = ([t.clone() for t in ts] for ts in (weights, momenta))
+        kept = [grad.clone() for grad in grads]
+        settings = {**STEP, **change, "scales": scales}
+        before = [(weight.double(), momentum.double()) for weight, momentum in zip(weights, momenta, strict=True)]
+        compiled.row_step_(weights, momenta, grads, **settings)
+        update.row_step_(expected_weights, expected_momenta, kept, **settings)
+        for i, shape in enumerate(SHAPES):
+            assert torch.equal(grads[i], kept[i])
+            # a rounding to the momentum's dtype, and of G - M before it
+            error = (momenta[i].double() - expected_momenta[i].double()).abs()
+            size = 4 * torch.finfo(torch.float32).eps * (before[i][1].abs() + grads[i].double().abs())
+            assert (error <= torch.finfo(dtypes[1]).eps * expected_momenta[i].double().abs() + size).all(), (
+                shape,
+                change,
+            )
+            # roundings of the weight, and of the step, whose largest entry is under lr * scale
+            found, expected = weights[i].double(), expected_weights[i].double()
+            bound = torch.finfo(dtypes[0]).eps * expected.abs() + 8 * step_eps * 0.02 * scales[i]
+            assert ((found - expected).abs() <= bound).all(), (shape, change)
+            if shape[0] > 4:
+                decayed = before[i][0][2:4] * (1 - 0.02 * settings["weight_decay"])
+                torch.testing.assert_close(found[2:4], decayed, rtol=torch.finfo(dtypes[0]).eps, atol=0)
+
+
+@needs_compiler
+def test_nothing_is_compiled_after_the_first_row_step() -> None:
+    # Twenty shapes, squares among them, over three periods; lr, momentum and decay change in every step.
+    torch._dynamo.reset()
+    compiled._build.cache_clear()
+    params = make_params([(2 + 3 * i, 2 + i * i) for i in range(18)] + [(17, 17), (600, 1024)])
+    opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True, ns_steps=1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    seen = []
+    for step in range(9):
+        opt.param_groups[0]["momentum"] = 0.9 + 0.01 * step
+        opt.param_groups[0]["weight_decay"] = 0.1 * step
+        give_grads(params, step)
+        opt.step()
+        schedule.step()
+        if step == 0:
+            first = counters["stats"]["unique_graphs"]
+        seen.append(counters["stats"]["unique_graphs"])
+    assert seen[0] == first
+    assert seen[1] - first == 2  # the two passes
+    assert seen[1:] == [seen[1]] * 8
+
+
+@needs_compiler
+def test_optimizer_follows_the_eager_one_and_keeps_the_option() -> None:
+    opts, all_params = [], []
+    for flag in (False, True):
+        params = make_params([(40, 24), (3, 8, 8)])
+        opts.append(rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=flag, ns_dtype=torch.float32))
+        all_params.append(params)
+        for step in range(5):
+            give_grads(params, step)
+            opts[-1].step()
+    for eager, fast in zip(*all_params, strict=True):
+        torch.testing.assert_close(fast, eager, rtol=1e-5, atol=1e-6)
+    assert not any("compile" in group for group in opts[1].param_groups)
+    for copied in (copy.deepcopy(opts[1]), pickle.loads(pickle.dumps(opts[1]))):
+        assert copied.compile is True and copied._runtime.compile_rows is True
+
+
+def test_failure_names_the_way_out_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no such compiler")
+
+    monkeypatch.setattr(compiled, "_passes", lambda: (fail, fail))
+    compiled._build.cache_clear()
+    params = make_params([(4, 6)])
+    opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True)
+    give_grads(params, 0)
+    opt.step()
+    before = params[0].detach().clone(), opt.state[params[0]]["momentum_buffer"].clone()
+    with pytest.raises(RuntimeError, match=r"(?s)float32.*no such compiler.*compile=False"):
+        opt.step()
+    assert torch.equal(params[0], before[0]) and torch.equal(opt.state[params[0]]["momentum_buffer"], before[1])
+
+
+def test_fake_tensors_take_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(compiled, "_passes", lambda: pytest.fail("compiled under a fake mode"))
+    with FakeTensorMode():
+        params = make_params([(4, 6)])
+        opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True)
+        for step in range(2):
+            give_grads(params, step)
+            opt.step()
