@@ -22,6 +22,7 @@ ROWMUON = {
     "device": "",
     "orthogonalize": "device",
     "update": "device",
+    "compiled": "device update",
     "layout": "",
     "period": "",
     "traffic": "",
@@ -30,10 +31,11 @@ ROWMUON = {
     # the plan is pure: it knows layouts and no process group
     "members": "layout",
     "buckets": "layout members",
-    "plan": "layout members buckets",
+    "owners": "layout members buckets",
+    "plan": "layout buckets owners",
     # what a parameter group says, and what a rank holds of a parameter
     "groups": "layout orthogonalize period routing update",
-    "shards": "layout update buckets groups",
+    "shards": "layout update compiled buckets groups",
     "adamw": "layout",
     "process_groups": "layout",
     # runs a plan; the only one that calls a collective
