@@ -2,8 +2,9 @@
 
 from rowmuon import rules
 from rowmuon.clipping import clip_grad_norm_
+from rowmuon.coefficients import COEFFICIENTS
 from rowmuon.optimizer import Muon, PeriodicRowMuon
-from rowmuon.orthogonalize import COEFFICIENTS, newton_schulz, newton_schulz_flops
+from rowmuon.orthogonalize import newton_schulz, newton_schulz_flops
 from rowmuon.routing import ParamGroups, Rule, param_groups
 from rowmuon.traffic import StepTraffic, Traffic
 from rowmuon.update import convert_lr, row_step_scale, spectral_scale

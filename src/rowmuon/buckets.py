@@ -58,8 +58,8 @@ class Piece:
 class Share:
     """One all-gather over the replicas.
 
-    This rank sends ``count`` elements of its parts that have come home, from ``start`` on; the others as many. ``pieces``
-    are what then lies in the gathered buffer.
+    This rank sends ``count`` elements of its parts that have come home, from ``start`` on, and the others as many.
+    ``pieces`` are what then lies in the gathered buffer.
     """
 
     start: int

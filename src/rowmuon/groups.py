@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowmuon.coefficients import resolve_coefficients
 from rowmuon.layout import Layout, layout_of
-from rowmuon.orthogonalize import newton_schulz_flops, resolve_coefficients
+from rowmuon.orthogonalize import newton_schulz_flops
 from rowmuon.period import check_period
 from rowmuon.routing import default_stack_dims
 from rowmuon.update import AdjustLr

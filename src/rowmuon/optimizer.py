@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowmuon import adamw
+from rowmuon.coefficients import Triple, resolve_coefficients
 from rowmuon.device import compute_device
 from rowmuon.groups import (
     KERNEL_KEYS,
@@ -26,7 +27,6 @@ from rowmuon.groups import (
     prune_group,
 )
 from rowmuon.layout import Layout, local_tensor
-from rowmuon.orthogonalize import Triple, resolve_coefficients
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
 from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, explain_difference, plan_hash
 from rowmuon.process_groups import ProcessGroups

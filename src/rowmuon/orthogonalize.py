@@ -13,23 +13,28 @@ https://kellerjordan.github.io/posts/muon/ ; Amsel, Persson, Musco, Gower, "The 
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from rowmuon.coefficients import COEFFICIENTS, Triple, resolve_coefficients
 from rowmuon.device import compute_device
 
-Triple = tuple[float, float, float]
+__all__ = [
+    "COEFFICIENTS",
+    "Form",
+    "Triple",
+    "newton_schulz",
+    "newton_schulz_bytes",
+    "newton_schulz_flops",
+    "resolve_coefficients",
+]
+
 Form = Literal["auto", "direct", "gram"]
 
-_DEFAULT_NUM_STEPS = 5
-_MAX_NUM_STEPS = 100
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 # Rounding leaves eigenvalues of the Gram matrix below zero, and every R <- P R P multiplies those by a^2. A run of
@@ -44,77 +49,9 @@ _GRAM_MIN_SIDE = 128  # below it the direct form's fewer, larger products win
 _CPU_HALVE_FLOPS = 1 << 28
 _CPU_BATCH_ELEMENTS = 1 << 20
 
-# Optimal quintics for singular values in [1e-3, 1] as the paper prints them, before its safety factor.
-_POLAR_EXPRESS_RAW: tuple[Triple, ...] = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-    (1.875, -1.25, 0.375),
-)
-# Rounding may push a singular value above 1, where the next polynomial falls steeply: p(s / 1.01) instead of p(s)
-# leaves room. The last one is where everything has arrived, and stays exact.
-_POLAR_EXPRESS_SAFETY = 1.01
-
-
-def _with_safety(triples: Sequence[Triple], factor: float) -> tuple[Triple, ...]:
-    return (*((a / factor, b / factor**3, c / factor**5) for a, b, c in triples[:-1]), triples[-1])
-
-
-COEFFICIENTS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
-    {
-        # One polynomial, steep at zero (3.4445^5 = 485), which sends (0.003, 1] to about [0.68, 1.13] in five steps and
-        # doesn't converge. https://kellerjordan.github.io/posts/muon/, the default of torch.optim.Muon.
-        "keller_jordan": ((3.4445, -4.7750, 2.0315),) * _DEFAULT_NUM_STEPS,
-        # Converges; safety factor 1.01 on all but the last. arXiv:2505.16932, section 3.4 and its listing.
-        "polar_express": _with_safety(_POLAR_EXPRESS_RAW, _POLAR_EXPRESS_SAFETY),
-    }
-)
-
-
-def resolve_coefficients(ns_coefficients: str | Triple | Sequence[Triple], ns_steps: int | None) -> tuple[Triple, ...]:
-    """Return one triple (a, b, c) for each Newton-Schulz iteration.
-
-    Args:
-        ns_coefficients: A name in `COEFFICIENTS`, one triple used in every iteration, or one triple per iteration.
-        ns_steps: Number of iterations, 1 to 99. None: 5 for a name or a single triple, the length of a sequence.
-            A named set that is shorter repeats its last triple; one that is longer is cut.
-
-    Raises:
-        ValueError: unknown name, a triple that isn't three finite numbers, `ns_steps` out of range, or a sequence
-            whose length isn't `ns_steps`.
-
-    Example:
-        >>> resolve_coefficients((2.0, -1.5, 0.5), 2)
-        ((2.0, -1.5, 0.5), (2.0, -1.5, 0.5))
-        >>> len(resolve_coefficients("polar_express", None))
-        5
-    """
-    if ns_steps is not None:
-        _check_num_steps(ns_steps)
-    if isinstance(ns_coefficients, str):
-        named = COEFFICIENTS.get(ns_coefficients)
-        if named is None:
-            raise ValueError(_unknown_name("ns_coefficients", ns_coefficients, COEFFICIENTS))
-        num_steps = _DEFAULT_NUM_STEPS if ns_steps is None else ns_steps
-        return named[:num_steps] + named[-1:] * (num_steps - len(named))
-    items = tuple(ns_coefficients)
-    if items and not isinstance(items[0], Sequence):
-        num_steps = _DEFAULT_NUM_STEPS if ns_steps is None else ns_steps
-        return (_checked_triple(items),) * num_steps
-    triples = tuple(_checked_triple(item) for item in items)
-    if not triples:
-        raise ValueError("ns_coefficients is empty: give at least one triple (a, b, c), or one of " + _names())
-    if ns_steps is not None and ns_steps != len(triples):
-        raise ValueError(
-            f"ns_steps={ns_steps}, but ns_coefficients gives {len(triples)} iterations one triple each: "
-            "make them agree or leave ns_steps out (None)"
-        )
-    _check_num_steps(len(triples))
-    return triples
+# Elsewhere these only bound what is temporary: 32 MiB of bf16 are more than enough to keep a device busy at a time.
+_DEVICE_BATCH_ELEMENTS = 1 << 24
+_DEVICE_SLAB_ELEMENTS = 1 << 22  # of the normalisation, in fp32
 
 
 def newton_schulz(
@@ -129,8 +66,8 @@ def newton_schulz(
     """Orthogonalise each matrix: X_0 = U / ||U||_F, X_{k+1} = a_k X_k + b_k X_k X_k^T X_k + c_k (X_k X_k^T)^2 X_k.
 
     The norm is taken in fp32 (fp64 for fp64) before the cast to `dtype`, so the result doesn't depend on the scale of
-    the input, however small or large. A matrix of zeros gives zeros. The input is never altered, nothing is
-    differentiable, and nothing is read back to the host.
+    the input, however small or large. A matrix of zeros gives zeros. The input is never altered (unless it is `out`),
+    nothing is differentiable, and nothing is read back to the host.
 
     Args:
         matrices: (..., m, n), floating point. Leading dimensions are a batch; a matrix in a batch gives the same bits
@@ -141,7 +78,7 @@ def newton_schulz(
         form: "direct" multiplies every iteration into X; "gram" collects several iterations on the Gram matrix of the
             small side first, which takes fewer FLOPs where one side is over 1.5 times the other and errs at most about
             twice as much; "auto" is "gram" where that is faster (from an aspect of 2 and a small side of 128).
-        out: Optional result, (..., m, n) of `dtype`.
+        out: Optional result, (..., m, n) of `dtype`. May be `matrices` itself, which are then overwritten.
 
     Returns:
         (..., m, n) of `dtype`.
@@ -197,25 +134,77 @@ def newton_schulz_flops(
     return sum(gram + (4 * length - 3) * square + 2 * small * small * large for length in lengths)
 
 
+def newton_schulz_bytes(
+    num_matrices: int,
+    num_rows: int,
+    num_cols: int,
+    num_steps: int,
+    form: Form = "auto",
+    *,
+    coefficients: str | Triple | Sequence[Triple] = "keller_jordan",
+    dtype: torch.dtype = torch.bfloat16,
+    source_dtype: torch.dtype | None = None,
+    device_type: str | None = None,
+) -> int:
+    """Most bytes that `newton_schulz` has allocated at a time on (num_matrices, num_rows, num_cols), beside its input.
+
+    Args:
+        num_steps, form, coefficients: As in `newton_schulz_flops`.
+        dtype: As in `newton_schulz`.
+        source_dtype: Of the input. None: the result is written over the input (`out=matrices`), so that all of it is
+            temporary.
+        device_type: "cpu", or anything else for every other device.
+    """
+    numel, small = num_rows * num_cols, min(num_rows, num_cols)
+    if num_matrices * numel == 0:
+        return 0
+    on_cpu = device_type == "cpu"
+    lengths = _run_lengths(resolve_coefficients(coefficients, num_steps), form, num_rows, num_cols)
+    size = _batch_size(num_matrices, num_rows, num_cols, on_cpu)
+    iterating = size * (numel + _num_squares(lengths) * small * small) * dtype.itemsize
+    work = _work_dtype(source_dtype or dtype).itemsize
+    if on_cpu:
+        temporary = iterating + size * numel * work + _PER_MATRIX_BYTES * size
+    else:
+        num_slabs = -(-num_rows // _slab_rows(num_matrices, num_rows, num_cols))
+        slab = num_matrices * min(num_rows, _slab_rows(num_matrices, num_rows, num_cols)) * num_cols * work
+        temporary = max(iterating, slab + _PER_MATRIX_BYTES * num_matrices * (1 + num_slabs))
+    return temporary + (0 if source_dtype is None else num_matrices * numel * dtype.itemsize)
+
+
+# Norms, largest entries and their masks, at most.
+_PER_MATRIX_BYTES = 48
+
+
 def _orthogonalize(result: Tensor, matrices: Tensor, triples: Sequence[Triple], form: Form, eps: float) -> None:
-    """(B, m, n) -> `result` (B, m, n), a cache-sized part of the batch at a time where that is faster."""
+    """(B, m, n) -> `result` (B, m, n), which may be `matrices`; a part of the batch at a time."""
     num_matrices, num_rows, num_cols = result.shape
-    small, large = min(num_rows, num_cols), max(num_rows, num_cols)
+    small = min(num_rows, num_cols)
     lengths = _run_lengths(triples, form, num_rows, num_cols)
     on_cpu = compute_device(result) == "cpu"
     if not on_cpu:
-        size = num_matrices
-    elif _num_parts(small, large) > 1:
-        size = 1
-    else:
-        size = min(num_matrices, max(1, _CPU_BATCH_ELEMENTS // (num_rows * num_cols)))
-    num_squares = 2 if max(lengths) == 1 else 4
-    squares = [result.new_empty(size, small, small) for _ in range(num_squares)]
+        _normalize_slabs(result, matrices, eps)
+    size = _batch_size(num_matrices, num_rows, num_cols, on_cpu)
+    squares = [result.new_empty(size, small, small) for _ in range(_num_squares(lengths))]
     spare = result.new_empty(size, num_rows, num_cols)
     for part, source in zip(result.split(size), matrices.split(size), strict=True):
-        _normalize(part, source, eps)
+        if on_cpu:
+            _normalize(part, source, eps)  # right before its use: it's in the cache then
         num = part.shape[0]
         _iterate(part, spare[:num], [square[:num] for square in squares], triples, lengths, on_cpu)
+
+
+def _batch_size(num_matrices: int, num_rows: int, num_cols: int, on_cpu: bool) -> int:
+    """Matrices that are iterated on at a time: on a CPU those that stay in its cache."""
+    small, large = min(num_rows, num_cols), max(num_rows, num_cols)
+    if on_cpu and _num_parts(small, large) > 1:
+        return 1
+    elements = _CPU_BATCH_ELEMENTS if on_cpu else _DEVICE_BATCH_ELEMENTS
+    return min(num_matrices, max(1, elements // (num_rows * num_cols)))
+
+
+def _num_squares(lengths: Sequence[int]) -> int:
+    return 2 if max(lengths) == 1 else 4
 
 
 def _iterate(
@@ -316,15 +305,42 @@ def _symmetric_flops(r: int, k: int, halve: bool) -> int:
 
 def _normalize(result: Tensor, matrices: Tensor, eps: float) -> None:
     """Write each of `matrices` over its Frobenius norm to `result`, rounded to its dtype once."""
-    work = torch.float64 if matrices.dtype == torch.float64 else torch.float32
-    X = matrices.to(work)
-    # The largest entry comes out first: squares of 1e-25 underflow in fp32, and those of 1e25 overflow.
-    # (amax and amin are many times faster here than an infinity norm, and need no copy as abs does.)
-    dims = (-2, -1)
-    largest = torch.maximum(X.amax(dims, keepdim=True), X.amin(dims, keepdim=True).neg_())
-    X = X / largest.masked_fill_(largest == 0, eps)
-    norm = torch.linalg.vector_norm(X, dim=dims, keepdim=True)
+    X = matrices.to(_work_dtype(matrices.dtype))
+    largest = _largest(X, eps)
+    X = X / largest if X is matrices else X.div_(largest)
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
     result.copy_(X.div_(norm.masked_fill_(norm == 0, eps)))
+
+
+def _normalize_slabs(result: Tensor, matrices: Tensor, eps: float) -> None:
+    """The same with a few rows of all matrices at a time, so that what is in fp32 stays small."""
+    largest = _largest(matrices, eps)
+    num_rows = _slab_rows(*matrices.shape)
+    slabs = matrices.split(num_rows, dim=-2)
+    norms = [torch.linalg.vector_norm(slab / largest, dim=(-2, -1), keepdim=True) for slab in slabs]
+    norm = torch.linalg.vector_norm(torch.cat(norms, dim=-1), dim=-1, keepdim=True)
+    norm.masked_fill_(norm == 0, eps)
+    for part, slab in zip(result.split(num_rows, dim=-2), slabs, strict=True):
+        part.copy_((slab / largest).div_(norm))
+
+
+def _largest(X: Tensor, eps: float) -> Tensor:
+    """The largest magnitude of each matrix, (B, 1, 1) in the dtype of the norm, or eps where that is zero.
+
+    It comes out before squares are taken: those of 1e-25 underflow in fp32, and those of 1e25 overflow.
+    """
+    # amax and amin are many times faster than an infinity norm on a CPU, and need no copy as abs does.
+    largest = torch.maximum(X.amax((-2, -1), keepdim=True), X.amin((-2, -1), keepdim=True).neg_())
+    largest = largest.to(_work_dtype(X.dtype))
+    return largest.masked_fill_(largest == 0, eps)
+
+
+def _slab_rows(num_matrices: int, num_rows: int, num_cols: int) -> int:
+    return max(1, _DEVICE_SLAB_ELEMENTS // (num_matrices * num_cols))
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check_arguments(matrices: Tensor, dtype: torch.dtype, form: str, out: Tensor | None) -> None:
@@ -338,28 +354,3 @@ def _check_arguments(matrices: Tensor, dtype: torch.dtype, form: str, out: Tenso
         raise ValueError(f"form={form!r} is unknown: take 'auto', 'direct' or 'gram'")
     if out is not None and (out.shape != matrices.shape or out.dtype != dtype):
         raise ValueError(f"out has {out.dtype} {tuple(out.shape)}; it must have {dtype} {tuple(matrices.shape)}")
-
-
-def _check_num_steps(ns_steps: int) -> None:
-    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < _MAX_NUM_STEPS:
-        raise ValueError(f"ns_steps={ns_steps!r} must be an int of 1 to {_MAX_NUM_STEPS - 1}")
-
-
-def _checked_triple(values: object) -> Triple:
-    try:
-        triple = tuple(float(value) for value in cast(Sequence[float], values))
-    except (TypeError, ValueError):
-        triple = ()
-    if len(triple) != 3 or not all(map(math.isfinite, triple)):
-        raise ValueError(f"ns_coefficients: {values!r} isn't a triple (a, b, c) of finite numbers")
-    return triple
-
-
-def _names() -> str:
-    return ", ".join(map(repr, COEFFICIENTS))
-
-
-def _unknown_name(what: str, name: str, known: Mapping[str, object]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"{what}={name!r} is unknown: take one of {', '.join(map(repr, known))}{hint}"

@@ -22,9 +22,9 @@ __all__ = ["assign_owners", "cut_into_buckets", "sharing_pays"]
 def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: bool) -> list[Matrix]:
     """Gives each matrix to the least loaded owner, the costliest first (longest processing time first).
 
-    Owners are (`Layout.replica_index`, `Layout.shard_index`). A matrix that is whole on a rank stays there; only its replica is then free to choose. Of
-    owners with equal loads those on different replicas come first: what one replica has done is gathered over all of
-    them, padded to the one with most.
+    Owners are (`Layout.replica_index`, `Layout.shard_index`). A matrix that is whole on a rank stays there; only its
+    replica is then free to choose. Of owners with equal loads those on different replicas come first: what one replica
+    has done is gathered over all of them, padded to the one with most.
     """
     layout = entries[matrices[0].entry].layout
     num_replicas = layout.num_replicas if share else 1

@@ -164,7 +164,8 @@ def build_plan(entries: Sequence[Entry], refreshing: Sequence[int], options: Pla
 def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], options: PlanOptions) -> list[Bucket]:
     """Buckets of the entries that are worked on by one set of process groups."""
     shares = False
-    matrices = [Matrix(i, k, entries[i].layout.matrix_box(k)) for i in members for k in range(entries[i].layout.num_matrices)]
+    layouts = [(i, entries[i].layout) for i in members]
+    matrices = [Matrix(i, k, layout.matrix_box(k)) for i, layout in layouts for k in range(layout.num_matrices)]
     if kind == "exchange":
         alone, together = (assign_owners(matrices, entries, share) for share in (False, True))
         shares = sharing_pays(alone, together, entries, options)
