@@ -26,7 +26,10 @@ def test_optimizer_step(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads(path.read_text())
     seconds = data["sizes"]["32 wide"]["seconds"]
-    assert all(seconds[name]["median"] > 0 for name in vars(optimizer_step.Times()))
+    assert set(vars(optimizer_step.Times())) - set(seconds) == (
+        set() if optimizer_step.can_compile("cpu") else {"row_compiled"}
+    )
+    assert all(spread["median"] > 0 for spread in seconds.values())
     assert seconds["periodic_row"]["num"] == 2 * seconds["periodic_refresh"]["num"] == 4
     for name in optimizer_step.TARGETS:
         assert data[name] == data["sizes"]["32 wide"]["ratios"][name]["median"]
