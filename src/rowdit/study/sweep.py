@@ -130,7 +130,7 @@ def _apply(comparison: Comparison, label: str, point: dict[str, Any]) -> Compari
     config = to_dict(comparison)
     for key, value in point.items():
         path = key.split(".") if "." in key else ["optimizers", label, key]
-        table = config
+        table: Any = config
         for part in path[:-1]:
             table = table.get(part) if isinstance(table, dict) else None
         if not isinstance(table, dict) or path[-1] not in table:
