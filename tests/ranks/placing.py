@@ -84,7 +84,7 @@ def place(tensor: Tensor, layout: str) -> nn.Parameter:
 
 def place_gradient(parameter: Tensor, grad: Tensor) -> None:
     """Gives a parameter its part of a full gradient."""
-    grad = grad.to(parameter.device, parameter.dtype)
+    grad = grad.to(parameter.device, parameter.dtype, copy=True)
     if isinstance(parameter, DTensor):
         grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None).clone()
     parameter.grad = grad

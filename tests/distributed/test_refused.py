@@ -1,0 +1,99 @@
+"""What can't be worked on where it lies is refused at construction, with name, shape, placements and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import rowmuon
+from ranks.models import Spec, build, optimizer_on
+from ranks.placing import mesh_of
+from ranks.pool import device_type
+
+
+def assert_refused(parameter: torch.Tensor, match: str, **group: object) -> None:
+    groups = [{"params": [("block.w", nn.Parameter(parameter))], **group}]
+    with pytest.raises(ValueError, match=match):
+        rowmuon.PeriodicRowMuon(groups)
+
+
+@pytest.mark.parametrize("case", ["partial", "factor", "kernel", "inner_stack", "not_chunked", "meta", "outside"])
+@pytest.mark.parametrize("world_size", [4])
+def test_refused(ranks, world_size, case):
+    ranks(world_size).run(globals()[f"run_{case}"], timeout_s=40.0)
+
+
+def run_partial() -> None:
+    local = torch.zeros(6, 4, device=device_type())
+    parameter = DTensor.from_local(local, mesh_of((4,)), [Partial()])
+    assert_refused(
+        parameter, r"'block.w' \(6, 4\), placements \(Partial\(sum\),\).*Redistribute it to Shard or Replicate"
+    )
+
+
+def run_factor() -> None:
+    mesh, local = mesh_of((2, 2)), torch.zeros(2, 4, device=device_type())
+    placements = [_StridedShard(0, split_factor=3), Shard(0)]
+    parameter = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size([8, 4]), stride=(4, 1))
+    assert_refused(parameter, r"'block.w' \(8, 4\), placements .*split_factor.*Apply tensor parallelism first")
+
+
+def run_kernel() -> None:
+    whole = torch.zeros(8, 4, 4, 4, device=device_type())
+    for dim in (2, 3):
+        parameter = distribute_tensor(whole, mesh_of((4,)), [Shard(dim)], src_data_rank=None)
+        text = rf"'block.w' \(8, 4, 4, 4\), placements .*: dimension {dim} is split.*Shard dimension 1 instead"
+        assert_refused(parameter, text)
+
+
+def run_inner_stack() -> None:
+    whole = torch.zeros(2, 4, 6, 8, device=device_type())
+    parameter = distribute_tensor(whole, mesh_of((4,)), [Shard(1)], src_data_rank=None)
+    assert_refused(parameter, r"dimension 1 is split.*Shard dimension 0 instead", stack_dims=2)
+
+
+def run_not_chunked() -> None:
+    """Rows 3, 3, 1, 1 are as many as there are, but not where torch.chunk puts them: 2, 2, 2, 2."""
+    rows = (3, 3, 1, 1)[dist.get_rank()]
+    local = torch.zeros(rows, 4, device=device_type())
+    parameter = DTensor.from_local(
+        local, mesh_of((4,)), [Shard(0)], run_check=False, shape=torch.Size([8, 4]), stride=(4, 1)
+    )
+    assert_refused(parameter, rf"'block.w' \(8, 4\), .*rank {dist.get_rank()} holds \({rows}, 4\).*torch.chunk's rule")
+
+
+def run_meta() -> None:
+    with torch.device("meta"):
+        parameter = DTensor.from_local(torch.zeros(2, 4), mesh_of((4,)), [Shard(0)], run_check=False)
+    assert_refused(parameter, r"'block.w' is on the meta device: materialise")
+
+
+def run_outside() -> None:
+    """A mesh of ranks 0 and 1: the others own nothing of it, as with another pipeline stage's parameters."""
+    mesh = DeviceMesh(device_type(), [0, 1])
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)], src_data_rank=None))
+    if dist.get_rank() < 2:
+        rowmuon.PeriodicRowMuon([("block.w", parameter)])
+    else:
+        assert_refused(parameter, rf"'block.w' \(6, 4\): rank {dist.get_rank()} is none of its mesh's ranks \[0, 1\]")
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_gradient_placed_otherwise_is_refused_in_the_step(ranks, world_size):
+    ranks(world_size).run(run_gradient)
+
+
+def run_gradient() -> None:
+    specs = (Spec("w", (6, 4)),)
+    params = build(specs, "2:S0")
+    optimizer = optimizer_on(params, specs)
+    before = params["w"].detach().to_local().clone()
+    params["w"].grad = distribute_tensor(torch.ones(6, 4), mesh_of((2,)), [Replicate()], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"'w' is placed \(Shard\(dim=0\),\), its gradient \(Replicate\(\),\)"):
+        optimizer.step()
+    assert torch.equal(params["w"].detach().to_local(), before)

@@ -1,0 +1,145 @@
+"""Ways in which training loops use a sharded optimizer: pipeline stages, a step in the backward pass, CPU offload."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import rowmuon
+from ranks.checks import counted_step
+from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, optimizer_on, start
+from ranks.placing import full_of, mesh_of
+from ranks.pool import device_type
+from ranks.toy import ReferenceTrainer, Toy, batch, loss_of, make_toy, optimizer_for
+
+# ------------------------------------------------------------------------------------------------------ pipeline stages
+
+
+@pytest.mark.parametrize("refresh", ["exchange", "gather"])
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_pipeline_stages_step_alone(ranks, world_size, refresh):
+    """Each stage has its own optimizer on its own ranks, other parameters and other numbers of steps."""
+    ranks(world_size).run(run_pipeline, refresh)
+
+
+def run_pipeline(refresh: str) -> None:
+    size = dist.get_world_size()
+    mesh = mesh_of((2, size // 2), ("stage", "shard"))
+    stage = dist.get_rank() * 2 // size
+    specs = EVERY_SHAPE[:6] if stage == 0 else EVERY_SHAPE[6:]
+    params = {
+        spec.name: nn.Parameter(
+            distribute_tensor(start(spec).to(device_type()), mesh["shard"], [Shard(0)], src_data_rank=None).clone()
+        )
+        for spec in specs
+    }
+    alone = build(specs, "1:alone")
+    for turn in (0, 1):  # the other stage waits at the barrier: a collective over the world would meet that
+        if stage == turn:
+            optimizer, unsharded = optimizer_on(params, specs, refresh=refresh), optimizer_on(alone, specs)
+            for step in range(4 + stage):
+                give_gradients(params, specs, step)
+                give_gradients(alone, specs, step)
+                counted_step(optimizer)
+                unsharded.step()
+            here = set(range(turn * size // 2, (turn + 1) * size // 2))
+            assert all(set(members) <= here for members in optimizer._process_groups._groups)
+        dist.barrier()
+    found = full_of(params)
+    for name, parameter in alone.items():
+        torch.testing.assert_close(found[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- a step in the backward
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_steps_from_post_accumulate_grad_hooks(ranks, world_size):
+    """One optimizer for each parameter, which steps and frees the gradient as soon as it is there."""
+    ranks(world_size).run(run_hooks)
+
+
+def run_hooks() -> None:
+    reference, model = ReferenceTrainer(make_toy()), make_toy().to(device_type())
+    mesh = mesh_of((dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers: dict[Tensor, rowmuon.PeriodicRowMuon] = {}
+    for group in optimizer_for(model).param_groups:
+        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            groups = [{"params": [(name, parameter)], **own}]
+            optimizers[parameter] = rowmuon.PeriodicRowMuon(groups, ns_dtype=torch.float32, comm_dtype=torch.float32)
+
+    def step_and_free(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step_and_free)
+    train(model, reference)
+    assert all(parameter.grad is None for parameter in optimizers)
+    muon = [o for o in optimizers.values() if o.param_groups[0]["algorithm"] == "muon"]
+    assert {o.traffic["refresh"].num_steps for o in muon} == {2}
+
+
+def train(model: Toy, reference: ReferenceTrainer, optimizer: rowmuon.PeriodicRowMuon | None = None) -> None:
+    """Five steps, equal to the reference's within what test_modules.py allows."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(5):
+        x, y = batch(step)
+        reference.step(x, y)
+        model.zero_grad()
+        x, y = (part.chunk(size)[rank].to(device_type()) for part in (x, y))
+        loss_of(model, x, y).backward()
+        if optimizer is not None:
+            counted_step(optimizer)
+    error, worst = reference.error(full_of(dict(model.named_parameters())))
+    assert error <= 2e-4, f"{worst}: off by {error:.2g}"
+
+
+# --------------------------------------------------------------------------------------------------------- CPU offload
+
+
+@pytest.mark.parametrize("refresh", ["exchange", "gather"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fsdp_with_cpu_offload(ranks, world_size, refresh):
+    ranks(world_size).run(run_offload, refresh)
+
+
+def run_offload(refresh: str) -> None:
+    """Parameters, gradients and state stay on the CPU, whose process group carries the refreshes."""
+    reference, model = ReferenceTrainer(make_toy()), make_toy()
+    mesh = mesh_of((dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = optimizer_for(model, refresh=refresh)
+    train(model, reference, optimizer)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_frozen_layers_are_left_out_on_all_ranks(ranks, world_size):
+    ranks(world_size).run(run_frozen)
+
+
+def run_frozen() -> None:
+    specs = (Spec("w", (5, 6)), Spec("v", (5, 6)))
+    params, alone = build(specs, "2:S0"), build(specs, "1:alone")
+    here, there = optimizer_on(params, specs), optimizer_on(alone, specs)
+    for step in range(6):
+        for held in (params, alone):
+            held["v"].requires_grad_(step >= 2)  # thawed later: its own count begins with a refresh
+            give_gradients(held, specs, step)
+        assert here.next_step_kind == there.next_step_kind
+        counted_step(here)
+        there.step()
+    found = full_of(params)
+    for name, parameter in alone.items():
+        torch.testing.assert_close(found[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
