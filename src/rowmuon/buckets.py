@@ -16,7 +16,7 @@ import torch
 from rowmuon.layout import COLS, ROWS, STACK, Box, Layout
 from rowmuon.members import Held, Run, runs_of
 
-__all__ = ["Bucket", "Matrix", "Piece", "Route", "Share", "merge_pieces", "needs_exchange"]
+__all__ = ["Bucket", "Matrix", "Piece", "Route", "Share", "lies_in_order", "merge_pieces", "needs_exchange", "travels"]
 
 _MAX_ROUTES_KEPT = 8  # a process asks for its own; whoever prices a cluster asks for many, one after another
 
@@ -300,3 +300,21 @@ def _all_whole(layouts: tuple[Layout, ...]) -> bool:
 def needs_exchange(bucket: Bucket) -> bool:
     """False where every matrix is whole on its owner, so that only replicas have something to tell each other."""
     return bucket.kind == "exchange" and not _all_whole(tuple(bucket.layouts.values()))
+
+
+def travels(bucket: Bucket) -> bool:
+    """Whether anything must be sent before a bucket can be orthogonalised."""
+    return bucket.kind == "gather" or needs_exchange(bucket)
+
+
+def lies_in_order(bucket: Bucket, route: Route) -> bool:
+    """Whether the buffer holds the owned matrices one after another, each in row-major order."""
+    slot = {position: i for i, position in enumerate(route.owned)}
+    for piece in route.assemble:
+        contiguous = piece.box.shape[2] == bucket.num_cols and (
+            piece.count == 1 or (piece.dim == ROWS and piece.stride * piece.count == piece.numel)
+        )
+        first_row = piece.box.bounds[ROWS][0] - bucket.matrices[piece.matrix].box.bounds[ROWS][0]
+        if not contiguous or piece.offset != slot[piece.matrix] * bucket.matrix_numel + first_row * bucket.num_cols:
+            return False
+    return True

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from rowmuon import adamw
 from rowmuon.coefficients import Triple, resolve_coefficients
-from rowmuon.device import compute_device
+from rowmuon.entries import make_entry
 from rowmuon.groups import (
     KERNEL_KEYS,
     AdjustLr,
@@ -23,7 +23,6 @@ from rowmuon.groups import (
     complete_group,
     flops_per_matrix,
     muon_layout,
-    name_of,
     prune_group,
 )
 from rowmuon.layout import Layout, local_tensor
@@ -303,22 +302,10 @@ class PeriodicRowMuon(Optimizer):
         return plan
 
     def _entries(self, muon: Iterable[tuple[Tensor, dict[str, Any], bool]]) -> list[Entry]:
-        entries = []
-        for parameter, group, _ in muon:
-            kernel = (resolve_coefficients(group["ns_coefficients"], group["ns_steps"]), group["eps"], self.ns_dtype)
-            layout = self._layouts[parameter]
-            device = compute_device(local_tensor(parameter))
-            entries.append(
-                Entry(
-                    name_of(group, parameter),
-                    layout,
-                    self.state[parameter]["momentum_buffer"].dtype,
-                    device,
-                    kernel,
-                    flops_per_matrix(layout, group, device),
-                )
-            )
-        return entries
+        return [
+            make_entry(p, group, self._layouts[p], self.state[p]["momentum_buffer"].dtype, self.ns_dtype)
+            for p, group, _ in muon
+        ]
 
     def _shards(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> list[Shard]:
         hypers: dict[int, Hyper] = {}

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import torch
 
 from rowmuon.buckets import Bucket, Matrix, needs_exchange
 from rowmuon.layout import Layout
+from rowmuon.memory import peak_bytes
 from rowmuon.owners import assign_owners, cut_into_buckets, sharing_pays
 
 __all__ = ["Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
@@ -44,6 +45,29 @@ class PlanOptions:
             raise ValueError(f"bucket_bytes={self.bucket_bytes!r} isn't a positive number of bytes")
 
 
+class Workspace(Protocol):
+    """Bytes that the arithmetic on one parameter has allocated at a time, at most. Shapes are of what a rank holds.
+
+    The formulas lie with the arithmetic (`rowmuon.entries` brings them together); a plan only asks.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the orthogonalisation returns."""
+
+    def momentum(self, num_rows: int, num_cols: int) -> int:
+        """Taking the gradient into the momentum."""
+
+    def part(self, num_rows: int, num_cols: int, sent: torch.dtype, received: torch.dtype) -> int:
+        """Writing the direction to a buffer of dtype ``sent``, or applying a result of dtype ``received``."""
+
+    def rows(self, num_rows: int, num_cols: int) -> int:
+        """A row step."""
+
+    def stack(self, num_matrices: int, source_dtype: torch.dtype | None) -> int:
+        """Orthogonalising a stack, beside the stack itself. None: in place."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One Muon parameter as the plan sees it.
@@ -56,6 +80,7 @@ class Entry:
         kernel: everything the orthogonalisation depends on besides shape (coefficients, eps, dtype), as plain data.
             Matrices are stacked only where it is equal.
         num_flops: of orthogonalising one of its matrices.
+        workspace: what its arithmetic allocates; only `StepPlan.peak_bytes` asks for it.
     """
 
     name: str
@@ -64,6 +89,7 @@ class Entry:
     device: str
     kernel: tuple
     num_flops: int
+    workspace: Workspace | None = field(default=None, compare=False, repr=False)
 
 
 # ------------------------------------------------------------------------------------------------ the whole step
@@ -107,6 +133,17 @@ class StepPlan:
 
     def num_orthogonalizations(self, rank: int) -> int:
         return sum(len(bucket.route(rank).owned) for bucket in self.buckets)
+
+    def peak_bytes(self, rank: int) -> int:
+        """Most bytes that this rank's step has allocated at a time, beside parameters, gradients and state.
+
+        Send and receive buffers, stacks and the temporaries of the arithmetic, of Muon's parameters; AdamW's fused
+        kernel takes none. What a communication library allocates for itself isn't known here.
+
+        Raises:
+            ValueError: an entry without `Entry.workspace`.
+        """
+        return peak_bytes(self, rank)
 
     def num_collectives(self, rank: int) -> int:
         return sum(1 for _ in self.collective_bytes(rank))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowmuon.buckets import Bucket, Route, needs_exchange
+from rowmuon.buckets import Bucket, Piece, Route, needs_exchange, travels
 from rowmuon.orthogonalize import newton_schulz
 from rowmuon.plan import StepPlan
 from rowmuon.shards import (
@@ -95,17 +95,16 @@ class Runtime:
         """One step of all Muon parameters; ``fill`` is other local work, run while the first bucket is on its way."""
         sums = self._start_split_rows(plan, shards, counts)
         buckets = plan.buckets
-        arriving = self._send_out(buckets[0], shards, counts) if buckets else None
+        arriving = self._send_ahead(buckets, 0, shards, counts)
         if fill is not None:
             fill()
         self._whole_rows(plan, shards)
-        for finish in sums:
-            finish()
+        while sums:
+            sums.pop(0)()  # and its buffers go
         returning: list[_Flight] = []
-        for i in range(len(buckets)):
-            flight = arriving
-            assert flight is not None
-            arriving = self._send_out(buckets[i + 1], shards, counts) if i + 1 < len(buckets) else None
+        for i, bucket in enumerate(buckets):
+            flight = arriving or self._send_out(bucket, shards, counts)
+            arriving = self._send_ahead(buckets, i + 1, shards, counts)
             self._orthogonalize(flight, plan, shards, counts)
             returning.append(flight)
             self._land(returning, shards, counts, in_flight=1)
@@ -133,7 +132,9 @@ class Runtime:
         for split in plan.split_rows(self.rank):
             ranks, members = split.ranks, split.members
             parts = [row_sums(shards[index]).to(split.dtype) for index in members]
+            sizes = [part.numel() for part in parts]
             total = torch.cat(parts)
+            del parts
             counts.num_collectives += 1
             counts.bytes_sent += 2 * (len(ranks) - 1) * total.numel() * total.element_size() // len(ranks)
             with _explained(self.rank, ranks):
@@ -141,18 +142,26 @@ class Runtime:
 
             def finish(
                 members: tuple[int, ...] = members,
-                parts: list[Tensor] = parts,
+                sizes: list[int] = sizes,
                 total: Tensor = total,
                 work: _Work = work,
             ) -> None:
                 work.wait()
-                for index, sums in zip(members, total.split([part.numel() for part in parts]), strict=True):
+                for index, sums in zip(members, total.split(sizes), strict=True):
                     finish_split_rows(shards[index], sums)
 
             finishers.append(finish)
         return finishers
 
     # --------------------------------------------------------------------------------------------- the pipeline
+
+    def _send_ahead(
+        self, buckets: Sequence[Bucket], index: int, shards: Sequence[Shard], counts: StepTraffic
+    ) -> _Flight | None:
+        """Sends a bucket out before its turn, if there is one and it has a way to go; else it only takes memory."""
+        if index < len(buckets) and travels(buckets[index]):
+            return self._send_out(buckets[index], shards, counts)
+        return None
 
     def _send_out(self, bucket: Bucket, shards: Sequence[Shard], counts: StepTraffic) -> _Flight:
         """Packs this rank's directions of a bucket and sends them to those who orthogonalise."""
@@ -187,7 +196,10 @@ class Runtime:
         del received
         coefficients, eps, dtype = plan.entries[bucket.matrices[0].entry].kernel
         counts.num_orthogonalizations += stack.shape[0]
-        stack = newton_schulz(stack, coefficients, eps=eps, dtype=dtype) if stack.shape[0] else stack
+        if stack.shape[0]:
+            out = stack if stack.dtype == dtype else None
+            stack = newton_schulz(stack, coefficients, eps=eps, dtype=dtype, out=out)
+            del out
         if bucket.kind != "exchange":
             slot = {position: i for i, position in enumerate(route.owned)}
             for piece in route.home:
@@ -208,6 +220,7 @@ class Runtime:
         else:
             flight.received = self._empty(numel, bucket, shards)
             flight.received[:home_numel].copy_(stack.flatten())
+            del stack
             if route.shares:
                 self._start_sharing(flight, counts)
 
@@ -237,9 +250,13 @@ class Runtime:
                 self._share(flight, index + 1, counts)
             else:
                 flight.home = None
-            for piece in pieces:
-                part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
-                apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
+            self._apply_pieces(bucket, pieces, received, shards)
+            del received
+
+    def _apply_pieces(self, bucket: Bucket, pieces: Sequence[Piece], received: Tensor, shards: Sequence[Shard]) -> None:
+        for piece in pieces:
+            part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
+            apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
 
     def _empty(self, numel: int, bucket: Bucket, shards: Sequence[Shard]) -> Tensor:
         return torch.empty(numel, dtype=bucket.comm_dtype, device=shards[bucket.matrices[0].entry].weight.device)

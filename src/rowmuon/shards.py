@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rowmuon import compiled
-from rowmuon.buckets import Bucket, Piece, Route
+from rowmuon.buckets import Bucket, Piece, Route, lies_in_order
 from rowmuon.groups import name_of
 from rowmuon.layout import ROWS, Box, Layout, local_tensor
 from rowmuon.update import (
@@ -196,7 +196,7 @@ def with_gradients(bucket: Bucket, route: Route, shards: Sequence[Shard]) -> Rou
 def assemble(bucket: Bucket, route: Route, received: Tensor) -> Tensor:
     """The owned matrices, stacked: (number owned, rows, columns). A view where they already lie like that."""
     shape = (len(route.owned), bucket.num_rows, bucket.num_cols)
-    if received.numel() == math.prod(shape) and _lies_in_order(bucket, route):
+    if received.numel() == math.prod(shape) and lies_in_order(bucket, route):
         return received.view(shape)
     stack = received.new_empty(shape)
     for part, buffer in _piece_views(bucket, route, stack, received):
@@ -206,25 +206,12 @@ def assemble(bucket: Bucket, route: Route, received: Tensor) -> Tensor:
 
 def disassemble(bucket: Bucket, route: Route, stack: Tensor) -> Tensor:
     """The inverse of `assemble`, into a buffer in the dtype of communication."""
-    if _lies_in_order(bucket, route) and sum(route.recv_counts) == stack.numel():
+    if lies_in_order(bucket, route) and sum(route.recv_counts) == stack.numel():
         return stack.to(bucket.comm_dtype).flatten()
     send = stack.new_empty(sum(route.recv_counts), dtype=bucket.comm_dtype)
     for part, buffer in _piece_views(bucket, route, stack, send):
         buffer.copy_(part)
     return send
-
-
-def _lies_in_order(bucket: Bucket, route: Route) -> bool:
-    """Whether the buffer holds the owned matrices one after another, each in row-major order."""
-    slot = {position: i for i, position in enumerate(route.owned)}
-    for piece in route.assemble:
-        contiguous = piece.box.shape[2] == bucket.num_cols and (
-            piece.count == 1 or (piece.dim == ROWS and piece.stride * piece.count == piece.numel)
-        )
-        first_row = piece.box.bounds[ROWS][0] - bucket.matrices[piece.matrix].box.bounds[ROWS][0]
-        if not contiguous or piece.offset != slot[piece.matrix] * bucket.matrix_numel + first_row * bucket.num_cols:
-            return False
-    return True
 
 
 def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -14,6 +14,7 @@ nothing but what their docstring names.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -24,6 +25,7 @@ from torch import Tensor
 from rowmuon.device import compute_device
 
 AdjustLr = Literal["original", "match_rms_adamw"] | None
+Dtypes = Sequence[torch.dtype]
 
 # Elements of a block of rows. On a CPU the blocks of gradient, momentum, weight and direction stay in the caches from
 # the first operation to the last, so main memory is passed over once; of 2^15 to 2^20 this is the fastest on two cores
@@ -236,6 +238,43 @@ def apply_direction_(
             w.add_(o, alpha=-lr * scale)
 
 
+def momentum_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> int:
+    """Most bytes that `update_momentum_` has allocated at a time on (num_rows, num_cols); `dtypes` of M and G."""
+    momentum, grad = dtypes
+    work = _widest(torch.float32, momentum, grad)
+    copies = [work for dtype in dtypes if dtype != work] if momentum != grad else []
+    return _block_bytes(num_rows, num_cols, copies + [grad] * maximize, device_type)
+
+
+def part_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> int:
+    """The same of `write_direction` or `apply_direction_`; `dtypes` of W and G, of M, of U to write, of O to apply."""
+    weight, momentum, sent, received = dtypes
+    both = _widest(momentum, weight)
+    written = [] if sent == momentum == weight else [both] + [both for dtype in (momentum, weight) if dtype != both]
+    applied = [weight] * (received != weight) + [torch.float32] * (weight.itemsize < 4)  # the decay by a tensor lr
+    return max(
+        _block_bytes(num_rows, num_cols, needed, device_type) for needed in (written + [weight] * maximize, applied)
+    )
+
+
+def row_step_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> int:
+    """The same of a row step, split sums of rows left out; `dtypes` of W and G, of M."""
+    weight, momentum = dtypes
+    work, both = _widest(torch.float32, weight, momentum), _widest(momentum, weight)
+    written = [both, both] if momentum != weight else [both] * (weight != work)
+    temporary = max(
+        momentum_bytes(num_rows, num_cols, (momentum, weight), device_type, maximize),
+        _block_bytes(num_rows, num_cols, written + [weight] * maximize, device_type),
+    )
+    norms = _block_bytes(num_rows, 1, [work, work], device_type)
+    return temporary + norms + _block_bytes(num_rows, num_cols, [work] * (1 + (weight != work)), device_type)
+
+
+def _block_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str) -> int:
+    numel = min(num_rows, _block_rows(num_cols, device_type)) * num_cols if num_cols else 0
+    return numel * sum(dtype.itemsize for dtype in dtypes)
+
+
 def _decay_(w: Tensor, lr: float | Tensor, weight_decay: float, scratch: _Scratch) -> None:
     factor = 1 - lr * weight_decay
     work = _work_dtype(w)
@@ -308,10 +347,11 @@ def _apply_rows_(
 
 
 def _work_dtype(*tensors: Tensor) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return _widest(torch.float32, *(tensor.dtype for tensor in tensors))
+
+
+def _widest(*dtypes: torch.dtype) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -319,12 +359,15 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     first = tensors[0]
     if first.numel() == 0:
         return
-    elements = _CPU_BLOCK if compute_device(first) == "cpu" else _DEVICE_BLOCK
-    num_rows = max(1, elements // first.shape[1])
+    num_rows = _block_rows(first.shape[1], compute_device(first))
     if first.shape[0] <= num_rows:
         yield tensors
     else:
         yield from zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+
+
+def _block_rows(num_cols: int, device_type: str) -> int:
+    return max(1, (_CPU_BLOCK if device_type == "cpu" else _DEVICE_BLOCK) // num_cols)
 
 
 class _Scratch:

@@ -20,7 +20,8 @@ SRC = ROOT / "src"
 ROWMUON = {
     # these stand on torch alone
     "device": "",
-    "orthogonalize": "device",
+    "coefficients": "",
+    "orthogonalize": "coefficients device",
     "update": "device",
     "compiled": "device update",
     "layout": "",
@@ -32,9 +33,12 @@ ROWMUON = {
     "members": "layout",
     "buckets": "layout members",
     "owners": "layout members buckets",
-    "plan": "layout buckets owners",
+    "memory": "buckets",
+    "plan": "layout buckets owners memory",
+    # what the plan is told of each parameter
+    "entries": "plan layout device coefficients orthogonalize update groups",
     # what a parameter group says, and what a rank holds of a parameter
-    "groups": "layout orthogonalize period routing update",
+    "groups": "layout coefficients orthogonalize period routing update",
     "shards": "layout update compiled buckets groups",
     "adamw": "layout",
     "process_groups": "layout",

@@ -1,0 +1,202 @@
+"""The most memory that a step takes on one rank, beside parameters, gradients and state.
+
+`runtime.Runtime.execute` in bytes: the same buffers, made and dropped in the same order. The two change together, and
+tests/unit/rowmuon/test_memory.py compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rowmuon.buckets import Bucket, Piece, Route, lies_in_order, needs_exchange, travels
+
+if TYPE_CHECKING:
+    from rowmuon.plan import Entry, StepPlan, Workspace
+
+__all__ = ["peak_bytes"]
+
+
+def peak_bytes(plan: StepPlan, rank: int) -> int:
+    """See `StepPlan.peak_bytes`."""
+    return _Account(plan, rank).run()
+
+
+@dataclass
+class _Flight:
+    """Bytes that a bucket on its way holds."""
+
+    bucket: Bucket
+    route: Route
+    buffers: int = 0  # dropped when the collective under way is done
+    received: int = 0
+    home: int = 0
+    sharing_is_due: bool = False
+
+
+class _Account:
+    """Runs a step in bytes."""
+
+    def __init__(self, plan: StepPlan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.now = self.peak = 0
+
+    def make(self, num_bytes: int) -> int:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        return num_bytes
+
+    def use(self, num_bytes: Iterable[int]) -> None:
+        """For temporaries, one after another."""
+        self.peak = max(self.peak, self.now + max(num_bytes, default=0))
+
+    def drop(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def run(self) -> int:
+        sums = self._start_split_rows()
+        buckets = self.plan.buckets
+        arriving = self._send_ahead(0)
+        self.use(self._row_bytes(self.plan.rows))
+        self.drop(sums)
+        returning: list[_Flight] = []
+        for i, bucket in enumerate(buckets):
+            flight = arriving or self._send_out(bucket)
+            arriving = self._send_ahead(i + 1)
+            self._orthogonalize(flight)
+            returning.append(flight)
+            self._land(returning, in_flight=1)
+        self._land(returning, in_flight=0)
+        assert self.now == 0
+        return self.peak
+
+    def _land(self, returning: list[_Flight], in_flight: int) -> None:
+        for flight in returning[: len(returning) - in_flight]:
+            if flight.sharing_is_due:
+                self._start_sharing(flight)
+        while len(returning) > in_flight:
+            if in_flight and returning[0].route.shares and len(returning) == in_flight + 1:
+                break
+            self._apply(returning.pop(0))
+
+    def _start_split_rows(self) -> int:
+        total = 0
+        for split in self.plan.split_rows(self.rank):
+            parts = 0
+            for index in split.members:
+                self.use(self._row_bytes([index]))
+                stack, rows, _ = self.plan.entries[index].layout.box(self.rank).shape
+                parts += self.make(stack * rows * split.dtype.itemsize)
+            total += self.make(parts)
+            self.drop(parts)
+        return total
+
+    def _row_bytes(self, rows: Iterable[int]) -> list[int]:
+        out = []
+        for index in rows:
+            stack, num_rows, num_cols = self.plan.entries[index].layout.box(self.rank).shape
+            out.append(_workspace(self.plan.entries[index]).rows(stack * num_rows, num_cols))
+        return out
+
+    # --------------------------------------------------------------------------------------------- the pipeline
+
+    def _send_ahead(self, index: int) -> _Flight | None:
+        buckets = self.plan.buckets
+        return self._send_out(buckets[index]) if index < len(buckets) and travels(buckets[index]) else None
+
+    def _send_out(self, bucket: Bucket) -> _Flight:
+        flight = _Flight(bucket, bucket.route(self.rank))
+        route, itemsize = flight.route, bucket.comm_dtype.itemsize
+        for entry, layout in bucket.layouts.items():
+            stack, num_rows, num_cols = layout.box(self.rank).shape
+            self.use([_workspace(self.plan.entries[entry]).momentum(stack * num_rows, num_cols)])
+        numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
+        send = self.make(numel * itemsize)
+        self._touch(bucket, route.mine)
+        if bucket.kind == "gather":
+            flight.buffers, flight.received = send, self.make(send * len(route.group))
+        elif travels(bucket):
+            flight.buffers, flight.received = send, self.make(sum(route.recv_counts) * itemsize)
+        else:
+            flight.received = send
+        return flight
+
+    def _orthogonalize(self, flight: _Flight) -> None:
+        bucket, route, itemsize = flight.bucket, flight.route, flight.bucket.comm_dtype.itemsize
+        workspace = _workspace(self.plan.entries[bucket.matrices[0].entry])
+        received = self._wait(flight)
+        numel = len(route.owned) * bucket.matrix_numel
+        stack = numel * itemsize
+        if received != stack or not lies_in_order(bucket, route):
+            self.make(stack)
+            self.drop(received)
+        if bucket.comm_dtype == workspace.dtype:
+            self.use([workspace.stack(len(route.owned), None)])
+        else:
+            self.use([workspace.stack(len(route.owned), bucket.comm_dtype)])
+            result = self.make(numel * workspace.dtype.itemsize)
+            self.drop(stack)
+            stack = result
+        if bucket.kind != "exchange":
+            self._touch(bucket, route.home)
+            self.drop(stack)
+            return
+        send = numel * itemsize
+        home = [sum(piece.numel for piece in route.home), *(share.start + share.count for share in route.shares)]
+        if needs_exchange(bucket):
+            if bucket.comm_dtype != workspace.dtype or not lies_in_order(bucket, route):
+                self.make(send)
+                self.drop(stack)
+            flight.received = self.make(max(home) * itemsize)
+            flight.buffers = send
+            flight.sharing_is_due = bool(route.shares)
+        else:
+            flight.received = self.make(max(home) * itemsize)
+            self.drop(stack)
+            if route.shares:
+                self._start_sharing(flight)
+
+    def _start_sharing(self, flight: _Flight) -> None:
+        flight.sharing_is_due = False
+        flight.home = self._wait(flight)
+        self._share(flight, 0)
+
+    def _share(self, flight: _Flight, index: int) -> None:
+        count = flight.route.shares[index].count * len(flight.route.replicas)
+        flight.received = self.make(count * flight.bucket.comm_dtype.itemsize)
+
+    def _apply(self, flight: _Flight) -> None:
+        if flight.bucket.kind != "exchange":
+            return
+        shares = flight.route.shares
+        arrivals: Sequence[Sequence[Piece]] = [share.pieces for share in shares] or [flight.route.home]
+        for index, pieces in enumerate(arrivals):
+            received = self._wait(flight)
+            if index + 1 < len(shares):
+                self._share(flight, index + 1)
+            else:
+                self.drop(flight.home)
+            self._touch(flight.bucket, pieces)
+            self.drop(received)
+
+    def _wait(self, flight: _Flight) -> int:
+        self.drop(flight.buffers)
+        received, flight.buffers, flight.received = flight.received, 0, 0
+        return received
+
+    def _touch(self, bucket: Bucket, pieces: Iterable[Piece]) -> None:
+        """Writing pieces to a buffer, or applying them from one."""
+        for piece in pieces:
+            workspace = _workspace(self.plan.entries[bucket.matrices[piece.matrix].entry])
+            received = bucket.comm_dtype if bucket.kind == "exchange" else workspace.dtype
+            self.use([workspace.part(*piece.box.shape[1:], bucket.comm_dtype, received)])
+
+
+def _workspace(entry: Entry) -> Workspace:
+    if entry.workspace is None:
+        raise ValueError(f"the plan's entry {entry.name!r} has no workspace, so nothing is known of its memory")
+    return entry.workspace
