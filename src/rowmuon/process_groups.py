@@ -37,7 +37,11 @@ class ProcessGroups:
         return dist.get_backend(self._groups[ranks]) == "fake"
 
     def prepare(self, params: Iterable[tuple[Tensor, Layout]]) -> None:
-        """Makes sure of a group for everything that the layouts may need. All members must call it alike."""
+        """Makes sure of a group for everything that the layouts may need. All members must call it alike.
+
+        Raises:
+            ValueError: a parameter lies on a device that its group's backend can't send from.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return
         rank = dist.get_rank()
@@ -49,6 +53,7 @@ class ProcessGroups:
             for axes in _axes(layout):
                 ranks = layout.ranks_along(axes, rank)
                 if ranks in self._groups:
+                    _check_device(self._groups[ranks], parameter)
                     continue
                 if mesh is not None and len(axes) == 1:
                     self._groups[ranks] = mesh.get_group(axes[0])
@@ -56,6 +61,7 @@ class ProcessGroups:
                     self._groups[ranks] = dist.group.WORLD
                 else:
                     self._groups[ranks] = _make(ranks, local_tensor(parameter).device)
+                _check_device(self._groups[ranks], parameter)
             if tuple(sorted(layout.grid.ranks)) == everyone:
                 self._groups.setdefault(everyone, dist.group.WORLD)
 
@@ -77,6 +83,19 @@ class ProcessGroups:
                 out[ranks] = ([ranks] if ranks in self._groups else along, [])
             out[ranks][1].append(position)
         return out
+
+
+def _check_device(group: Any, parameter: Tensor) -> None:
+    if dist.get_backend(group) == "fake":
+        return
+    device = local_tensor(parameter).device.type
+    served = sorted({served.type for served in group._device_types})
+    if device not in served:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} lies on the device {device!r}, but its process group sends "
+            f"from {served} only. For parameters that are offloaded to the CPU initialise torch.distributed with a "
+            "backend for both: init_process_group('cpu:gloo,cuda:nccl')."
+        )
 
 
 def _make(ranks: Ranks, device: Any) -> Any:

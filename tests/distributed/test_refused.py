@@ -97,3 +97,18 @@ def run_gradient() -> None:
     with pytest.raises(ValueError, match=r"'w' is placed \(Shard\(dim=0\),\), its gradient \(Replicate\(\),\)"):
         optimizer.step()
     assert torch.equal(params["w"].detach().to_local(), before)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_process_group_that_cannot_send_from_the_parameters_device(ranks, world_size):
+    """As NCCL alone can't where FSDP2 offloads to the CPU; here gloo, said to be for CUDA alone."""
+    ranks(world_size).run(run_device)
+
+
+def run_device() -> None:
+    group = dist.new_group(backend="cuda:gloo")
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    with pytest.raises(
+        ValueError, match=r"\(4, 6\) lies on the device 'cpu', .* from \['cuda'\] only.*cpu:gloo,cuda:nccl"
+    ):
+        rowmuon.PeriodicRowMuon([("w", parameter)], process_group=group)
