@@ -23,13 +23,17 @@ def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: b
     """Gives each matrix to the least loaded owner, the costliest first (longest processing time first).
 
     Owners are (`Layout.replica_index`, `Layout.shard_index`). A matrix that is whole on a rank stays there; only its
-    replica is then free to choose. Of owners with equal loads those on different replicas come first: what one replica
-    has done is gathered over all of them, padded to the one with most.
+    replica is then free to choose. Of equally loaded owners those on different replicas come first. If replicas share,
+    matrices that lie on the same ranks, the first chunks of all parameters say, come one after another: then what
+    replicas gather from each other, padded to the one with most, is about the same for all of them.
     """
     layout = entries[matrices[0].entry].layout
     num_replicas = layout.num_replicas if share else 1
     num_members = layout.num_shards
-    order = sorted(range(len(matrices)), key=lambda i: (-entries[matrices[i].entry].num_flops, i))
+    order = sorted(
+        range(len(matrices)),
+        key=lambda i: (*_size(entries[matrices[i].entry]), matrices[i].index if share else 0, i),
+    )
     load: dict[tuple[int, int], int] = {}
     free = [(0, s, r) for s in range(num_members) for r in range(num_replicas)]  # in order, so it is a heap
     owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
@@ -40,15 +44,19 @@ def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: b
             s = _holder(entry.layout, matrix.box)
             _, r = min((load.get((r, s), 0), r) for r in range(num_replicas))
         else:
-            while True:
-                known, s, r = heapq.heappop(free)
-                if known == load.get((r, s), 0):
-                    break
-                heapq.heappush(free, (load[r, s], s, r))  # it was given something while it waited
-            heapq.heappush(free, (known + entry.num_flops, s, r))
+            while free[0][0] != load.get((free[0][2], free[0][1]), 0):  # it was given something that it holds whole
+                _, s, r = free[0]
+                heapq.heapreplace(free, (load[r, s], s, r))
+            known, s, r = free[0]
+            heapq.heapreplace(free, (known + entry.num_flops, s, r))
         load[r, s] = load.get((r, s), 0) + entry.num_flops
         owners[i] = (r, s)
     return [Matrix(m.entry, m.index, m.box, owner) for m, owner in zip(matrices, owners, strict=True)]
+
+
+def _size(entry: Entry) -> tuple[int, tuple[int, int]]:
+    """Sorts the costliest first, and matrices of one shape, which go into buckets together, behind one another."""
+    return -entry.num_flops, entry.layout.matrix_shape
 
 
 def _group(layout: Layout) -> tuple[int, ...]:
@@ -100,13 +108,13 @@ def _busiest(matrices: Sequence[Matrix], entries: Sequence[Entry]) -> int:
 
 
 class _Part:
-    """Matrices that may become a bucket, and the largest buffer that they need on any rank, in elements."""
+    """Matrices that may become a bucket, and the largest stack and message of any rank, in elements."""
 
     def __init__(self, kind: str, entries: Sequence[Entry]) -> None:
         self.kind = kind
         self.entries = entries
         self.matrices: list[Matrix] = []
-        self.most = 0
+        self.stack = self.message = 0
         self._stacks: dict[object, int] = {}  # by owner
         self._held: dict[int, Held] = {}  # by replica
 
@@ -119,33 +127,63 @@ class _Part:
         if self.kind != "gather":
             owner = matrix.owner if self.kind == "exchange" else _holder(layout, matrix.box)
             self._stacks[owner] = self._stacks.get(owner, 0) + matrix.box.numel
-            self.most = max(self.most, self._stacks[owner])
+            self.stack = max(self.stack, self._stacks[owner])
         if self.kind != "local" and layout.splits:
             group = _group(layout)
             held = self._held.setdefault(matrix.owner[0], Held(len(group)))
             held.add(runs_of(layout, group, matrix.box))
-            self.most = max(self.most, held.most * (len(group) if self.kind == "gather" else 1))
+            self.message = max(self.message, held.most * (len(group) if self.kind == "gather" else 1))
 
 
 def cut_into_buckets(
-    matrices: Sequence[Matrix], kind: str, entries: Sequence[Entry], dtype: torch.dtype, options: PlanOptions
+    matrices: Sequence[Matrix],
+    kind: str,
+    shares: bool,
+    entries: Sequence[Entry],
+    dtype: torch.dtype,
+    options: PlanOptions,
 ) -> Iterator[list[Matrix]]:
     """Cuts matrices of one shape into buckets whose every buffer fits ``bucket_bytes`` on every rank.
 
-    One matrix always fits. An all-gather is padded to the rank that holds most, so matrices that lie on different
-    ranks are gathered together, however large they are: the chunks of one parameter.
+    Two things always fit, or ranks would idle. Every rank may own one matrix; and of matrices that lie unevenly, as
+    chunks do, it may send as much as two. And all that a gather must receive to get one matrix stays together: it is
+    padded to the rank that holds most, so the chunks of a parameter cost no more than one of them does.
     """
+    numel = matrices[0].box.numel
     limit = options.bucket_bytes // (dtype if kind == "local" else options.comm_dtype).itemsize
+    if kind == "exchange":
+        matrices = _by_turns(matrices, max(1, limit // numel), rotate=shares)
     part = _Part(kind, entries)
     for _, unit in itertools.groupby(matrices, lambda matrix: _unit(matrix, kind, entries)):
         members = list(unit)
         part.add(members)
-        if part.most > limit and len(part.matrices) > len(members):
+        fits = part.stack <= max(limit, numel) and part.message <= max(limit, 2 * numel if kind == "exchange" else 0)
+        if not fits and len(part.matrices) > len(members):
             yield part.matrices[: -len(members)]
             part = _Part(kind, entries)
             part.add(members)
     if part.matrices:
         yield part.matrices
+
+
+def _by_turns(matrices: Sequence[Matrix], at_once: int, rotate: bool) -> list[Matrix]:
+    """``at_once`` matrices of every owner, then as many of every owner, ...: all owners are busy at the same time.
+
+    rotate: each owner begins at another place of its list. With shared replicas all of them would else take first
+    chunks first, and the ranks that hold those would be the only ones to send.
+    """
+    of_owner: dict[tuple[int, int], list[Matrix]] = {}
+    for matrix in matrices:
+        of_owner.setdefault(matrix.owner, []).append(matrix)
+    turns: list[list[Matrix]] = []
+    for (_, member), own in of_owner.items():
+        begin = member * at_once % len(own) if rotate else 0
+        own = own[begin:] + own[:begin]
+        for turn, first in enumerate(range(0, len(own), at_once)):
+            if turn == len(turns):
+                turns.append([])
+            turns[turn] += own[first : first + at_once]
+    return list(itertools.chain.from_iterable(turns))
 
 
 def _unit(matrix: Matrix, kind: str, entries: Sequence[Entry]) -> tuple[int, ...]:

@@ -215,7 +215,7 @@ def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], opt
     for ((num_rows, num_cols), dtype, _, _), of_class in sorted(
         classes.items(), key=lambda item: -entries[item[1][0].entry].num_flops * len(item[1])
     ):
-        for part in cut_into_buckets(of_class, kind, entries, dtype, options):
+        for part in cut_into_buckets(of_class, kind, shares, entries, dtype, options):
             nothing_to_send = not shares and all(entries[m.entry].layout.matrices_are_whole for m in part)
             kind_here = "local" if kind == "exchange" and nothing_to_send else kind
             buckets.append(
