@@ -235,7 +235,7 @@ def _portions(pieces: Sequence[Piece], numel: int) -> Iterator[list[Piece]]:
         offset = piece.offset
         while row < end:
             num_rows = min(end - row, free // width)
-            if num_rows == 0 and portion:
+            if num_rows <= 0 and portion:
                 yield portion
                 portion, free = [], numel
                 continue
