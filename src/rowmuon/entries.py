@@ -17,11 +17,11 @@ from rowmuon.layout import Layout, local_tensor
 from rowmuon.orthogonalize import newton_schulz_bytes
 from rowmuon.plan import Entry
 
-__all__ = ["make_entry"]
+__all__ = ["KernelWorkspace", "make_entry"]
 
 
 @dataclass(frozen=True)
-class _Workspace:
+class KernelWorkspace:
     """A `rowmuon.plan.Workspace`."""
 
     matrix_shape: tuple[int, int]
@@ -40,7 +40,7 @@ class _Workspace:
         dtypes = (self.weight_dtype, self.momentum_dtype, sent, received)
         return update.part_bytes(num_rows, num_cols, dtypes, self.device, self.maximize)
 
-    def rows(self, num_rows: int, num_cols: int) -> int:
+    def rows(self, num_rows: int, num_cols: int) -> tuple[int, int]:
         dtypes = (self.weight_dtype, self.momentum_dtype)
         return update.row_step_bytes(num_rows, num_cols, dtypes, self.device, self.maximize)
 
@@ -76,7 +76,7 @@ def make_entry(
         device,
         (coefficients, group["eps"], ns_dtype),
         flops_per_matrix(layout, group, device),
-        _Workspace(
+        KernelWorkspace(
             layout.matrix_shape, coefficients, ns_dtype, parameter.dtype, momentum_dtype, device, group["maximize"]
         ),
     )

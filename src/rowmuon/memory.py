@@ -61,7 +61,7 @@ class _Account:
         sums = self._start_split_rows()
         buckets = self.plan.buckets
         arriving = self._send_ahead(0)
-        self.use(self._row_bytes(self.plan.rows))
+        self.use([self._row_bytes(self.plan.rows)])
         self.drop(sums)
         returning: list[_Flight] = []
         for i, bucket in enumerate(buckets):
@@ -88,19 +88,21 @@ class _Account:
         for split in self.plan.split_rows(self.rank):
             parts = 0
             for index in split.members:
-                self.use(self._row_bytes([index]))
+                self.use([self._row_bytes([index])])
                 stack, rows, _ = self.plan.entries[index].layout.box(self.rank).shape
                 parts += self.make(stack * rows * split.dtype.itemsize)
             total += self.make(parts)
             self.drop(parts)
         return total
 
-    def _row_bytes(self, rows: Iterable[int]) -> list[int]:
-        out = []
+    def _row_bytes(self, rows: Iterable[int]) -> int:
+        scratch, rest = [0], [0]
         for index in rows:
             stack, num_rows, num_cols = self.plan.entries[index].layout.box(self.rank).shape
-            out.append(_workspace(self.plan.entries[index]).rows(stack * num_rows, num_cols))
-        return out
+            kept, temporary = _workspace(self.plan.entries[index]).rows(stack * num_rows, num_cols)
+            scratch.append(kept)
+            rest.append(temporary)
+        return max(scratch) + max(rest)
 
     # --------------------------------------------------------------------------------------------- the pipeline
 

@@ -61,8 +61,8 @@ class Workspace(Protocol):
     def part(self, num_rows: int, num_cols: int, sent: torch.dtype, received: torch.dtype) -> int:
         """Writing the direction to a buffer of dtype ``sent``, or applying a result of dtype ``received``."""
 
-    def rows(self, num_rows: int, num_cols: int) -> int:
-        """A row step."""
+    def rows(self, num_rows: int, num_cols: int) -> tuple[int, int]:
+        """A row step: scratch that serves one matrix after another, and the rest."""
 
     def stack(self, num_matrices: int, source_dtype: torch.dtype | None) -> int:
         """Orthogonalising a stack, beside the stack itself. None: in place."""

@@ -58,5 +58,6 @@ def _placement(layout: Layout) -> str:
 def _cost(kind: str, plan: StepPlan, rank: int) -> str:
     return (
         f"{kind}: {plan.num_flops(rank):,} FLOPs, {plan.num_orthogonalizations(rank)} orthogonalisations, "
-        f"{plan.num_collectives(rank)} collectives, {plan.bytes_sent(rank):,} bytes sent by rank {rank}"
+        f"{plan.num_collectives(rank)} collectives, {plan.bytes_sent(rank):,} bytes sent by rank {rank}, which takes "
+        f"{plan.peak_bytes(rank):,} bytes of memory at most, beside parameters, gradients and state"
     )

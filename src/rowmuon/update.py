@@ -166,7 +166,9 @@ def row_step_(
         maximize: Step along the gradient instead of against it.
     """
     scratch = _Scratch()
-    for weight, momentum, grad, scale in zip(weights, momenta, grads, scales, strict=True):
+    # The largest blocks first, so that the scratch is made once.
+    matrices = sorted(zip(weights, momenta, grads, scales, strict=True), key=lambda matrix: -_block_numel(matrix[0]))
+    for weight, momentum, grad, scale in matrices:
         for w, m, g in _blocks(weight, momentum, grad):
             u, norms = _momentum_and_norms_(m, g, beta, nesterov, maximize, _work_dtype(w, m, g), scratch)
             _apply_rows_(w, u, norms, lr, weight_decay, scale, eps, scratch)
@@ -257,8 +259,8 @@ def part_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, m
     )
 
 
-def row_step_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> int:
-    """The same of a row step, split sums of rows left out; `dtypes` of W and G, of M."""
+def row_step_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> tuple[int, int]:
+    """The same of a row step, split sums of rows left out: its scratch, and the rest; `dtypes` of W and G, of M."""
     weight, momentum = dtypes
     work, both = _widest(torch.float32, weight, momentum), _widest(momentum, weight)
     written = [both, both] if momentum != weight else [both] * (weight != work)
@@ -267,7 +269,7 @@ def row_step_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: st
         _block_bytes(num_rows, num_cols, written + [weight] * maximize, device_type),
     )
     norms = _block_bytes(num_rows, 1, [work, work], device_type)
-    return temporary + norms + _block_bytes(num_rows, num_cols, [work] * (1 + (weight != work)), device_type)
+    return _block_bytes(num_rows, num_cols, [work] * (1 + (weight != work)), device_type), temporary + norms
 
 
 def _block_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str) -> int:
@@ -364,6 +366,11 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
     else:
         yield from zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+
+
+def _block_numel(tensor: Tensor) -> int:
+    num_rows, num_cols = tensor.shape
+    return min(num_rows, _block_rows(num_cols, compute_device(tensor))) * num_cols if num_cols else 0
 
 
 def _block_rows(num_cols: int, device_type: str) -> int:
