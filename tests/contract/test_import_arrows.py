@@ -65,8 +65,9 @@ ROWDIT = {
     "study": "streams models flow data train evaluate",
     "recipes": "models train study",
     "cost": "models",
-    # the verbs; `data get` is one of them, and every part's errors are printed here
-    "cli": "recipes study cost data train evaluate",
+    # the verbs, and their dispatch, which prints every part's errors
+    "commands": "recipes study cost data train evaluate models flow",
+    "cli": "commands study data train evaluate",
     "__main__": "cli",
 }
 PLANNED = {"cost"}  # has its row, and no files yet
