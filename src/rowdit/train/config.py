@@ -190,8 +190,10 @@ class EvaluateConfig:
         num_evaluations: evaluations on an even grid of steps, the last one at the end. >= 1.
         num_samples: images of the set that selects the best step, and again of the disjoint set that reports. >= 2.
         num_val_images: held-out images for the validation loss. >= 1.
-        sampler: `"euler"` or `"heun"`. num_steps: its steps. >= 1.
+        sampler: `"euler"`, `"heun"` or `"dpm"` (DPM-Solver++(2M)). num_steps: its steps. >= 1.
         guidance: scale of classifier-free guidance; 1 is none, one forward pass a step.
+        guidance_interval: (low, high) in [0, 1], the times at which to guide; null guides at all of them.
+        time_shift: of the sampler's grid, see `rowdit.flow.time_grid`; 1 is the even grid. > 0.
         seed: of the samples' noise and of the validation noise; not the training seed, so runs can be compared.
         grid_images: images in the sample grid of each evaluation.
     """
@@ -199,9 +201,11 @@ class EvaluateConfig:
     num_evaluations: int = 4
     num_samples: int = 1000
     num_val_images: int = 1000
-    sampler: Literal["euler", "heun"] = "euler"
+    sampler: Literal["euler", "heun", "dpm"] = "euler"
     num_steps: int = 10
     guidance: float = 1.0
+    guidance_interval: tuple[float, float] | None = None
+    time_shift: float = 1.0
     seed: int = 0
     grid_images: int = 40
 
@@ -210,8 +214,12 @@ class EvaluateConfig:
         _check(self, "num_samples", self.num_samples >= 2, "an integer >= 2")
         for name in ("num_val_images", "num_steps", "grid_images"):
             _check(self, name, getattr(self, name) >= 1, "an integer >= 1")
-        _check(self, "sampler", self.sampler in ("euler", "heun"), "euler or heun")
+        _check(self, "sampler", self.sampler in ("euler", "heun", "dpm"), "euler, heun or dpm")
         _check(self, "guidance", 0 <= self.guidance < math.inf, "a finite number >= 0")
+        interval = self.guidance_interval
+        ok = interval is None or 0 <= interval[0] < interval[1] <= 1
+        _check(self, "guidance_interval", ok, "two times (low, high) with 0 <= low < high <= 1, or null")
+        _check(self, "time_shift", 0 < self.time_shift < math.inf, "a finite number > 0")
         _check(self, "seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)")
 
     def steps(self, total_steps: int) -> tuple[int, ...]:

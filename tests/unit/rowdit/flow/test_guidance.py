@@ -60,6 +60,26 @@ def test_scales_that_mean_nothing_are_refused(scale):
         guided_velocity(Model(), Y, scale, NUM_CLASSES)
 
 
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_guidance_in_an_interval_only(x, scale):
+    model = Model()
+    velocity = guided_velocity(model, Y, scale, NUM_CLASSES, (0.25, 0.5))
+    everywhere = guided_velocity(Model(), Y, scale, NUM_CLASSES)
+    for t in (0.25, 0.4, 0.5):
+        torch.testing.assert_close(velocity(x, torch.tensor(t)), everywhere(x, torch.tensor(t)))
+    for t in (0.0, 0.2499, 0.51, 1.0):
+        model.calls.clear()
+        got = velocity(x, torch.tensor(t))
+        assert torch.equal(got, Model()(x, torch.full((3,), t), Y))
+        assert model.calls == [Y.tolist()], "outside of the interval one plain forward is enough"
+
+
+@pytest.mark.parametrize("interval", [(0.5, 0.5), (0.6, 0.5), (-0.1, 0.5), (0.5, 1.1), (math.nan, 1.0)])
+def test_intervals_that_are_none_are_refused(interval):
+    with pytest.raises(ValueError, match="guidance interval is"):
+        guided_velocity(Model(), Y, 2.0, NUM_CLASSES, interval)
+
+
 def test_class_dropout():
     y, u = torch.tensor([1, 2, 3, 4]), torch.tensor([0.0, 0.0999, 0.1, 0.9])
     kept = y.clone()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rowdit.flow import SAMPLERS, euler, heun, interpolate, time_grid
+from rowdit.flow import SAMPLERS, dpm_solver_2m, euler, heun, interpolate, time_grid
 
 MEAN, STD = 0.7, 0.3
 
@@ -47,6 +47,54 @@ def test_order_of_convergence(sampler, order, problem):
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.1)
 
 
+def gaussian_path(z, t):
+    """Where noise z is at time t: the quantile is kept."""
+    return (1 - t) * MEAN + z * math.sqrt((1 - t) ** 2 * STD**2 + t**2)
+
+
+def test_dpm_solver_has_order_two_away_from_the_ends():
+    z = torch.tensor([-1.5, 0.2, 2.0], dtype=torch.float64)
+    errors = []
+    for n in (50, 100, 200, 400):
+        times = torch.linspace(0.9, 0.1, n + 1, dtype=torch.float64)
+        end = dpm_solver_2m(gaussian_velocity, gaussian_path(z, 0.9), times)
+        errors.append((end - gaussian_path(z, 0.1)).norm().item())
+    for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
+        assert math.log2(coarse / fine) == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_dpm_solver_on_the_whole_grid(problem):
+    """The error is (a + b log n) / n^2: times n^2, it grows by the same amount at every doubling of n."""
+    velocity, start, solution = PROBLEMS[problem]
+    scaled = []
+    for n in (200, 400, 800, 1600):
+        error = dpm_solver_2m(velocity, start, grid(n)) - solution(start)
+        scaled.append(error * n**2)
+    growth = [b - a for a, b in zip(scaled[:-1], scaled[1:], strict=True)]
+    torch.testing.assert_close(growth[1], growth[0], rtol=0.06, atol=0)
+    torch.testing.assert_close(growth[2], growth[1], rtol=0.04, atol=0)
+
+
+def test_dpm_solver_is_the_published_update():
+    """The step in the paper's own letters: alpha = 1 - t, sigma = t, lambda = log(alpha / sigma)."""
+    times = torch.tensor([0.8, 0.7, 0.45, 0.3, 0.1], dtype=torch.float64)
+    x = torch.tensor([0.3, -1.0], dtype=torch.float64)
+    alpha, sigma = 1 - times, times
+    lam = torch.log(alpha / sigma)
+    expected, before = x, None
+    for i in range(1, len(times)):
+        h = lam[i] - lam[i - 1]
+        x0 = expected - sigma[i - 1] * gaussian_velocity(expected, times[i - 1])
+        d = x0
+        if before is not None:
+            r = (lam[i - 1] - lam[i - 2]) / h
+            d = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * before
+        expected = sigma[i] / sigma[i - 1] * expected - alpha[i] * (torch.exp(-h) - 1) * d
+        before = x0
+    torch.testing.assert_close(dpm_solver_2m(gaussian_velocity, x, times), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 @pytest.mark.parametrize("num_steps", [1, 7])
 def test_a_straight_path_is_followed_exactly(sampler, num_steps):
@@ -68,7 +116,7 @@ def test_heun_is_exact_for_a_velocity_linear_in_time():
     torch.testing.assert_close(heun(lambda x, t: 2 * t, start, grid(3)), torch.tensor([0.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("sampler", "evaluations"), [(euler, 1), (heun, 2)])
+@pytest.mark.parametrize(("sampler", "evaluations"), [(euler, 1), (heun, 2), (dpm_solver_2m, 1)])
 def test_number_of_evaluations_and_their_times(sampler, evaluations):
     seen = []
 
@@ -105,5 +153,16 @@ def test_grids():
     with pytest.raises(ValueError, match="num_steps is 0"):
         time_grid(0)
     for bad in (torch.ones(1), torch.ones(2, 2)):
-        with pytest.raises(ValueError, match="times has shape"):
-            euler(gaussian_velocity, torch.zeros(1), bad)
+        for sampler in SAMPLERS.values():
+            with pytest.raises(ValueError, match="times has shape"):
+                sampler(gaussian_velocity, torch.zeros(1), bad)
+
+
+def test_the_shifted_grid():
+    even, shifted = time_grid(8), time_grid(8, shift=3.0)
+    torch.testing.assert_close(shifted, 3 * even / (1 + 2 * even))
+    assert shifted[0] == 1 and shifted[-1] == 0 and (shifted[1:-1] > even[1:-1]).all()
+    assert torch.equal(time_grid(8, shift=1.0), even)
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"shift is {bad}"):
+            time_grid(8, shift=bad)
