@@ -26,7 +26,7 @@ readonly CANDIDATES="python3 python3.13 python3.12 python3.11 python3.14"
 readonly FRESH_MB=2500 UPDATE_MB=500  # .venv takes 1.4 GB with torch's CPU build; the rest is room to unpack
 readonly CUDA_MB=12000                # 6 GB in .venv, and the downloads beside it until they are unpacked
 TORCH_PIN=$(grep '^torch==' constraints.txt)
-readonly TORCH_PIN EXTRAS=rowdit,test,dev
+readonly TORCH_PIN EXTRAS=rowdit,data,test,dev
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
