@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rowdit.models.init import initial_value, sincos_positions
+from rowdit.models.init import sincos_positions, write_initial_value_
 
 TIME_FREQUENCIES = 256  # width of the sinusoidal time embedding
 TIME_SCALE = 1000.0  # t in [0, 1] becomes 0..1000, the range that the embedding's frequencies were made for
@@ -152,9 +152,10 @@ class DiT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Write the initial weights (:func:`initial_value`) and the fixed positions, in place."""
+        """Write the initial weights (:func:`initial_value`) and the fixed positions, in place; of sharded parameters
+        the rows that are here, so that every number of ranks starts from the same weights."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, seed))
+            write_initial_value_(parameter, name, seed)
         self.pos_embed.copy_(sincos_positions(self.config.hidden_size, self.config.side))
 
 

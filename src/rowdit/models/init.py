@@ -37,6 +37,32 @@ def initial_value(name: str, shape: Sequence[int], seed: int, rows: Sequence[int
     return streams.uniform(seed, f"init/{name}", rows, shape[1:]).mul_(2).sub_(1).mul_(bound)
 
 
+@torch.no_grad()
+def write_initial_value_(parameter: Tensor, name: str, seed: int) -> None:
+    """Writes the initial value of the parameter ``name`` in place; of a sharded one only the rows that are here.
+
+    Args:
+        parameter: a plain tensor, or a DTensor whose dim 0 may be split over one axis of its mesh, as FSDP2 splits it.
+        name: its name in :class:`DiT`.
+        seed: any integer.
+
+    Raises:
+        ValueError: a DTensor that is split in another way.
+    """
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        parameter.copy_(initial_value(name, parameter.shape, seed))
+        return
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(axes) > 1 or not all(placements[axis].is_shard(0) for axis in axes):
+        raise ValueError(f"{name} is placed {placements}: initial values are drawn by rows; split it over dim 0 alone")
+    num_rows, mesh, local = parameter.shape[0], parameter.device_mesh, parameter.to_local()  # type: ignore[attr-defined]
+    first = 0
+    if axes:  # as torch.chunk: all ranks but the last have ceil(rows / ranks), or none
+        first = min(num_rows, -(-num_rows // mesh.size(axes[0])) * mesh.get_local_rank(axes[0]))
+    local.copy_(initial_value(name, parameter.shape, seed, range(first, first + local.shape[0])))
+
+
 def sincos_positions(hidden_size: int, side: int) -> Tensor:
     """Fixed positions of a side x side grid of tokens: a quarter of the width each for sin and cos of the column and of
     the row, at frequencies 10000^(-i / (D/4)).
