@@ -15,23 +15,29 @@ from rowdit.data.batch import (
     Batch,
     DataError,
     Dataset,
+    DrawnDataset,
     check_image_size,
     check_labels,
+    model_input,
     to_float,
     to_uint8,
 )
 from rowdit.data.image_folder import ImageFolder, open_split
 from rowdit.data.index import batch_at, stream_indices
+from rowdit.data.loader import Loader
 
 __all__ = [
     "ArrayDataset",
     "Batch",
     "DataError",
     "Dataset",
+    "DrawnDataset",
     "ImageFolder",
+    "Loader",
     "batch_at",
     "check_image_size",
     "check_labels",
+    "model_input",
     "open_dataset",
     "stream_indices",
     "to_float",

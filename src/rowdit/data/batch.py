@@ -1,7 +1,7 @@
 """What a data source hands over, and the one formula between bytes and numbers.
 
 Shapes: B images, C channels, H height, W width. Images are uint8 in 0..255 wherever they are kept, sent, saved and
-scored, and float32 in [-1, 1] inside the model.
+scored, and float32 in [-1, 1] inside the model. Latents of images are float32, of standard deviation about 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Batch:
     """Consecutive samples of the training stream.
 
     Attributes:
-        images: (B, C, H, W) float32 in [-1, 1].
+        images: (B, C, H, W) float32, in [-1, 1] or latents.
         labels: (B,) int64 in 0 .. num_classes - 1.
         positions: (B,) int64, the sample's place in the endless stream: how many images come before it. All of its
             random numbers (noise, time, class dropout, flip) are drawn by this index.
@@ -63,7 +63,28 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Images (B, C, H, W) uint8 and labels (B,) int64 of ``indices``, (B,) integers in 0 .. len - 1."""
+        """Images (B, C, H, W) uint8 and labels (B,) int64 of ``indices``, (B,) integers in 0 .. len - 1.
+
+        Of latents the images are float32, the means of their distributions.
+        """
+        ...
+
+
+@runtime_checkable
+class DrawnDataset(Dataset, Protocol):
+    """A dataset whose samples are distributions, to be drawn anew at each place in the stream: latents."""
+
+    def draw(
+        self, indices: np.ndarray, positions: Tensor, *, seed: int, flip: bool = False
+    ) -> tuple[Tensor, np.ndarray]:
+        """Images (B, C, H, W) float32 and labels (B,) int64; random by (seed, position) alone.
+
+        Args:
+            indices: (B,) integers in 0 .. len - 1, which samples.
+            positions: (B,) int64, their places in the stream.
+            seed: of the streams ``"latent"`` and ``"flip"``.
+            flip: mirror each image with probability 1/2.
+        """
         ...
 
 
@@ -149,6 +170,11 @@ def to_float(images: np.ndarray | Tensor) -> Tensor:
     if tensor.dtype != torch.uint8:
         raise TypeError(f"to_float takes uint8 images, not {tensor.dtype}")
     return tensor.to(torch.float32) / 127.5 - 1
+
+
+def model_input(images: np.ndarray) -> Tensor:
+    """What ``fetch`` gave, as the model takes it: pixels by :func:`to_float`, latents as they are."""
+    return torch.from_numpy(images) if images.dtype == np.float32 else to_float(images)
 
 
 def to_uint8(images: Tensor) -> Tensor:

@@ -3,20 +3,37 @@
 The training stream is endless. Position p lies in epoch p // N, and each epoch is a new permutation of the N samples,
 so no sample comes twice in an epoch and none is left out. Batch size, number of ranks and restarts only cut the stream
 at other places.
+
+The permutation is uniform, but where samples can only be read in blocks (row groups of Parquet files): there the blocks
+are permuted, and samples within windows of ``Blocks.window`` blocks, so that a reader holds that many blocks at a time.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
 from rowdit import streams
-from rowdit.data.batch import Batch, Dataset, to_float
+from rowdit.data.batch import Batch, Dataset, DrawnDataset, to_float
 
 
-def stream_indices(seed: int, start: int, count: int, num_samples: int) -> np.ndarray:
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Runs of samples that are read as one.
+
+    Args:
+        starts: (num_blocks + 1,) rising integers, 0 to the number of samples: block b begins at starts[b].
+        window: >= 1, how many blocks are mixed.
+    """
+
+    starts: np.ndarray
+    window: int
+
+
+def stream_indices(seed: int, start: int, count: int, num_samples: int, blocks: Blocks | None = None) -> np.ndarray:
     """The samples at positions start .. start + count - 1 of the stream.
 
     Args:
@@ -24,6 +41,7 @@ def stream_indices(seed: int, start: int, count: int, num_samples: int) -> np.nd
         start: >= 0, the first position: how many images were seen before it.
         count: >= 0; may run over any number of epochs.
         num_samples: >= 1, the size of the dataset.
+        blocks: of the dataset, where it has them.
 
     Returns:
         (count,) int64 in 0 .. num_samples - 1.
@@ -45,7 +63,7 @@ def stream_indices(seed: int, start: int, count: int, num_samples: int) -> np.nd
     pieces = [np.empty(0, np.int64)]
     while count:
         epoch, offset = divmod(start, num_samples)
-        piece = _epoch_order(seed, epoch, num_samples)[offset : offset + count]
+        piece = _epoch_order(seed, epoch, num_samples, blocks)[offset : offset + count]
         pieces.append(piece)
         start, count = start + len(piece), count - len(piece)
     return np.concatenate(pieces)
@@ -76,11 +94,28 @@ def batch_at(
             flipped anew in each epoch).
 
     Returns:
-        A Batch of batch_size / world_size images.
+        A Batch of batch_size / world_size images: of pixels ``to_float``, of latents what :class:`DrawnDataset` draws.
 
     Raises:
         ValueError: an argument out of its range, or a batch that the ranks can't share evenly.
     """
+    check_share(batch_size, images_seen, rank, world_size)
+    share = batch_size // world_size
+    start = images_seen + rank * share
+    indices = stream_indices(seed, start, share, len(dataset), getattr(dataset, "blocks", None))
+    positions = torch.arange(start, start + share, dtype=torch.int64)
+    if isinstance(dataset, DrawnDataset):
+        images, labels = dataset.draw(indices, positions, seed=seed, flip=flip)
+        return Batch(images=images, labels=torch.from_numpy(labels), positions=positions)
+    pixels, labels = dataset.fetch(indices)
+    if flip:
+        mirrored = (streams.uniform(seed, "flip", positions) < 0.5).numpy()
+        pixels = np.where(mirrored[:, None, None, None], pixels[..., ::-1], pixels)
+    return Batch(images=to_float(pixels), labels=torch.from_numpy(labels), positions=positions)
+
+
+def check_share(batch_size: int, images_seen: int, rank: int, world_size: int) -> None:
+    """Raise the ValueErrors of :func:`batch_at`."""
     if batch_size < 1 or images_seen < 0:
         raise ValueError(f"batch_size {batch_size} must be >= 1 and images_seen {images_seen} >= 0")
     if world_size < 1 or not 0 <= rank < world_size:
@@ -90,19 +125,19 @@ def batch_at(
             f"a batch of {batch_size} can't be shared evenly by {world_size} ranks; "
             f"nearest batch sizes: {_nearest_multiples(batch_size, world_size)}"
         )
-    share = batch_size // world_size
-    start = images_seen + rank * share
-    images, labels = dataset.fetch(stream_indices(seed, start, share, len(dataset)))
-    positions = torch.arange(start, start + share, dtype=torch.int64)
-    if flip:
-        mirrored = (streams.uniform(seed, "flip", positions) < 0.5).numpy()
-        images = np.where(mirrored[:, None, None, None], images[..., ::-1], images)
-    return Batch(images=to_float(images), labels=torch.from_numpy(labels), positions=positions)
 
 
 @lru_cache(maxsize=2)  # a batch may straddle two epochs
-def _epoch_order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
-    return streams.permutation(seed, "order", epoch, num_samples)
+def _epoch_order(seed: int, epoch: int, num_samples: int, blocks: Blocks | None) -> np.ndarray:
+    order = streams.permutation(seed, "order", epoch, num_samples)
+    if blocks is None:
+        return order
+    # Samples sorted by the place of their window, each window in the order of the uniform permutation.
+    num_blocks = len(blocks.starts) - 1
+    places = np.empty(num_blocks, np.int64)
+    places[streams.permutation(seed, "block_order", epoch, num_blocks)] = np.arange(num_blocks)
+    windows = np.repeat(places // blocks.window, np.diff(blocks.starts))
+    return order[np.argsort(windows[order], kind="stable")]
 
 
 def _nearest_multiples(size: int, multiple: int) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rowdit import streams
 from rowdit.data import ArrayDataset, batch_at, stream_indices, to_float
 from rowdit.data import index as index_module
+from rowdit.data.index import Blocks
 
 
 def numbered(num: int = 7) -> ArrayDataset:
@@ -38,6 +39,23 @@ def test_any_stretch_is_cut_from_one_stream(start, count, num, seed):
     whole = stream_indices(seed, 0, start + count, num)
     assert stretch.dtype == np.int64
     assert (stretch == whole[start:]).all() and len(stretch) == count
+
+
+def test_blocks_are_mixed_within_windows_and_each_sample_comes_once():
+    blocks = Blocks(np.array([0, 3, 10, 14, 20, 31, 40]), window=2)
+    orders = stream_indices(7, 0, 3 * 40, 40, blocks).reshape(3, 40)
+    assert (np.sort(orders, axis=1) == np.arange(40)).all()
+    assert len({order.tobytes() for order in orders}) == 3
+    for order in orders:
+        block_of = np.searchsorted(blocks.starts, order, side="right") - 1
+        windows = []
+        for block in block_of.tolist():
+            if not windows or (block not in windows[-1] and len(windows[-1]) == 2):
+                windows.append(set())
+            windows[-1].add(block)
+        assert [len(window) for window in windows] == [2, 2, 2]
+        assert set.union(*windows) == set(range(6))
+    assert (stream_indices(7, 35, 20, 40, blocks) == orders.ravel()[35:55]).all()
 
 
 def test_positions_far_out_cost_no_more():
