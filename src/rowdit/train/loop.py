@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from rowdit.data.index import batch_at
 from rowdit.models.dit import DiT
 from rowdit.train import checkpoint
-from rowdit.train.config import ConfigError, RunConfig, differences, to_dict
+from rowdit.train.config import ConfigError, OptimizerConfig, RunConfig, differences, to_dict
 from rowdit.train.ema import Ema
 from rowdit.train.log import JsonlLog, write_json
 from rowdit.train.optimizers import build_optimizer
@@ -41,6 +42,9 @@ MAY_CHANGE = ("train.checkpoint_every", "train.keep_checkpoints")  # on resuming
 Evaluator = Callable[[nn.Module, int], dict[str, Any]]
 """(model in eval mode with averaged weights, step) -> what was measured, JSON-able. Must change nothing."""
 
+Builder = Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]
+"""(model, its optimizer's config) -> the optimizer. A study brings its own for what it tries and what it records."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -51,10 +55,10 @@ class Outcome:
     reason: str = ""
 
 
-def build_state(config: RunConfig) -> TrainState:
+def build_state(config: RunConfig, build: Builder = build_optimizer) -> TrainState:
     """Model, optimizer and average at step 0; the initial weights depend on the config's model and seed alone."""
     model = DiT(config.model, seed=config.train.seed)
-    return TrainState(model, build_optimizer(model, config.optimizer), Ema(model, config.train.ema_decay))
+    return TrainState(model, build(model, config.optimizer), Ema(model, config.train.ema_decay))
 
 
 def train(
@@ -63,6 +67,7 @@ def train(
     folder: Path,
     *,
     evaluate: Evaluator | None = None,
+    build: Builder = build_optimizer,
     stop: StopRequest | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
@@ -73,6 +78,7 @@ def train(
         dataset: training images that fit `config.model`.
         folder: of this run; made if absent.
         evaluate: called at `config.evaluate.steps(...)`.
+        build: makes the optimizer.
         stop: asked after every step; when a stop was requested the state is saved and the call returns.
         progress: what to report to.
 
@@ -92,7 +98,7 @@ def train(
     write_json(folder / "config.json", to_dict(config))
     write_json(folder / "dataset.json", {"fingerprint": dataset.fingerprint})
 
-    state = build_state(config)
+    state = build_state(config, build)
     last = checkpoint.newest(folder / "checkpoints")
     if last:
         checkpoint.load(last, state)
