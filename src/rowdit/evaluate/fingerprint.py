@@ -76,7 +76,7 @@ def _flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], file_format: str, fingerprint: Mapping[str, Any]) -> None:
     """Write a safetensors file whose header holds the format and the fingerprint as JSON. Whole or not at all."""
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    _write_whole(path, save(content, {"format": file_format, "fingerprint": canonical_json(fingerprint)}))
+    write_whole(path, save(content, {"format": file_format, "fingerprint": canonical_json(fingerprint)}))
 
 
 def load_tensors(path: Path, file_format: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -101,12 +101,25 @@ def load_tensors(path: Path, file_format: str) -> tuple[dict[str, Tensor], dict[
     return tensors, json.loads(metadata["fingerprint"])
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write beside the goal, then rename: a kill or a full disk leaves the old file or none, never half of one."""
+def write_whole(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write beside the goal, then rename: a kill or a full disk leaves the old file or none, never half of one.
+
+    Args:
+        path: the file; its folder is made.
+        content: all of it.
+        sync: force it to the disk first, so that a power cut leaves no half of it either.
+
+    Raises:
+        OSError: it can't be written; nothing is left behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content)
+        with open(partial, "wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
         raise OSError(

@@ -232,7 +232,7 @@ def score_images(
         "image_shape": list(images.shape[1:]),
         "num_images": len(images),
         "reference": {"hash": reference.hash, **{key: reference.fingerprint[key] for key in ("dataset", "num_images")}},
-        "sampling": None if sampling is None else asdict(sampling),
+        "sampling": None if sampling is None else sampling.fingerprint(),
     }
     return (
         Score(f"fd_{network.name}", frechet, floor_frechet, fingerprint | {"distance": FRECHET}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rowdit.evaluate.fingerprint import canonical_json, check_same
@@ -15,12 +15,15 @@ class Sampling:
     """How images were made: what, beside the model, decides a score.
 
     Args:
-        sampler: "euler", "heun".
+        sampler: "euler", "heun" or "dpm".
         num_steps: steps of the sampler.
         guidance: scale of classifier-free guidance; 1 is none.
         seed: of the samples' noise.
         first_index: number of the first image.
         ema: decay of the averaged weights that were sampled from; None for the weights as trained.
+        guidance_interval: the times (low, high) at which to guide; None guides at all.
+        time_shift: of the sampler's time grid; 1 is the even grid.
+        precision: of the model's products: "float32", or "bfloat16" through autocast.
     """
 
     sampler: str
@@ -29,6 +32,18 @@ class Sampling:
     seed: int
     first_index: int = 0
     ema: float | None = None
+    guidance_interval: tuple[float, float] | None = None
+    time_shift: float = 1.0
+    precision: str = "float32"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain data. What was added later and has its default is left out, so that older fingerprints stay equal."""
+        late = ("guidance_interval", "time_shift", "precision")
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in late or getattr(self, f.name) != f.default
+        }
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from rowdit import streams
@@ -36,9 +34,10 @@ from rowdit.evaluate import (
     train_classifier,
 )
 from rowdit.evaluate.fingerprint import digest
+from rowdit.evaluate.grid import write_grid
 from rowdit.flow import flow_loss
 from rowdit.train.config import EvaluateConfig
-from rowdit.train.log import write_bytes, write_json
+from rowdit.train.log import write_json
 
 SCORE_NAME = "fd_effnet_lite0"
 MEASURES = ("score_select", "score_report", "kid", "val_loss", "accuracy")
@@ -156,13 +155,24 @@ class Evaluator:
             sampler=self.config.sampler,
             num_steps=num_steps,
             guidance=self.config.guidance,
+            guidance_interval=self.config.guidance_interval,
+            time_shift=self.config.time_shift,
             batch_size=SAMPLE_BATCH,
             progress=progress,
         )
 
     def _score(self, images: Tensor, first_index: int) -> tuple[Score, Score]:
         c = self.config
-        sampling = Sampling(c.sampler, c.num_steps, c.guidance, c.seed, first_index, self.ema_decay)
+        sampling = Sampling(
+            c.sampler,
+            c.num_steps,
+            c.guidance,
+            c.seed,
+            first_index,
+            self.ema_decay,
+            guidance_interval=c.guidance_interval,
+            time_shift=c.time_shift,
+        )
         return score_images(images, self.reference, self.features, floor=self.floor, sampling=sampling)
 
     @torch.no_grad()
@@ -187,22 +197,3 @@ class Evaluator:
         floor = real_floor(self.reference, training, self.features, self.config.num_samples, max_draws=2)
         write_json(path, floor.to_json())
         return floor
-
-
-def write_grid(path: Path, images: Tensor, columns: int) -> None:
-    """Writes images as one PNG, row by row, `columns` in a row, without gaps; missing ones are black.
-
-    Args:
-        images: (N, C, H, W) uint8, C = 1 or 3.
-    """
-    num, channels, height, width = images.shape
-    rows = -(-num // columns)
-    cells = torch.zeros(rows * columns, channels, height, width, dtype=torch.uint8)
-    cells[:num] = images
-    page = cells.view(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
-    pixels = page.reshape(rows * height, columns * width, channels).numpy()
-    picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = BytesIO()
-    picture.save(buffer, format="PNG", optimize=True)
-    write_bytes(path, buffer.getvalue())
