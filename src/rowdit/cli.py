@@ -20,6 +20,7 @@ VERBS = {
     "compare": "compare",
     "tune": "tune",
     "report": "report",
+    "plan": "plan",
     "data": "data",
 }
 
@@ -29,6 +30,7 @@ usage: rowdit VERB [ARGUMENTS]      rowdit VERB --help says more
   compare [RECIPE]         train the same model with AdamW, Muon and Periodic Row-wise Muon; who wins, and a page
   tune [RECIPE]            a grid of settings for one optimizer of a recipe
   report OUT               make the page of a finished comparison again
+  plan [RECIPE]            what a run takes on N ranks, without them: memory, bytes, FLOPs
   data get fashion-mnist   fetch the full Fashion-MNIST, checked by its hashes
 """
 

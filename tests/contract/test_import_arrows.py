@@ -66,7 +66,8 @@ ROWDIT = {
     # a study trains and evaluates, so it may also use what those two stand on
     "study": "streams models flow data train evaluate",
     "recipes": "models train study",
-    "cost": "models",
+    # a price is of a run's config, model and optimizer
+    "cost": "models train",
     # the verbs, and their dispatch, which prints every part's errors
     "commands": "recipes study cost data train evaluate models flow encode",
     "cli": "commands study data train evaluate",
@@ -74,7 +75,7 @@ ROWDIT = {
 }
 PLANNED = {"cost", "encode"}  # has its row, and no files yet
 # Beside what `rowmuon` itself lists as public, one part may see one more module: prices are those of the real plan.
-ROWDIT_SEES_OF_ROWMUON = {"cost": {"plan"}}
+ROWDIT_SEES_OF_ROWMUON = {"cost": {"plan", "buckets", "layout", "members"}}
 # Third-party modules that may be imported when a module is loaded. Anything else is imported where it is needed.
 LOADED_AT_THE_TOP = {
     "rowmuon": {"torch"},

@@ -28,11 +28,14 @@ def parse_with_recipe(verb: str, options_class: type[Options], arguments: list[s
     """The verb's options, the recipe with what is overridden in it, and the recipe's name."""
     from rowdit import recipes
     from rowdit.study.comparison import Comparison
+    from rowdit.train.config import ConfigError
 
     # The recipe comes first, because what can be overridden, and the defaults that --help shows, are the recipe's.
     has_recipe = bool(arguments) and not arguments[0].startswith("-")
     name = arguments[0] if has_recipe else "quickstart"
     comparison = recipes.load(name)
+    if not isinstance(comparison, Comparison):
+        raise ConfigError(f"the recipe {name!r} is one run, not a comparison: rowdit train {name}")
 
     part = tyro.conf.arg(name="")  # no prefix: --out and --train.steps, not --options.out
     fields = [

@@ -1,4 +1,6 @@
-"""Recipes: one function a comparison, returning a plain value. Its docstring gives command, machine, time and score."""
+"""Recipes: one function a run or a comparison, returning a plain value. Its docstring gives command, machine, time and
+score.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,22 @@ from rowdit.train.config import ConfigError, nearest
 
 if TYPE_CHECKING:
     from rowdit.study.comparison import Comparison
+    from rowdit.train.config import RunConfig
 
-RECIPES = ("quickstart",)
+RECIPES = ("quickstart", "imagenet256", "scale_1p3b", "scale_2b", "scale_4b", "scale_9b", "scale_15b")
+SIZED = ("imagenet256",)
+"""Those that come in sizes, after a colon: `imagenet256:XL/2`."""
 
 
-def load(name: str) -> Comparison:
-    """The recipe with this name.
+def load(name: str) -> RunConfig | Comparison:
+    """The recipe with this name: one run, or a comparison of several.
 
     Raises:
-        ConfigError: there is none; the nearest is named.
+        ConfigError: there is none, or not in that size; the nearest is named.
     """
-    if name not in RECIPES:
-        raise ConfigError(f"there is no recipe {name!r}{nearest(name, RECIPES)}")
-    return importlib.import_module(f"rowdit.recipes.{name}").recipe()
+    base, colon, size = name.partition(":")
+    if base not in RECIPES:
+        raise ConfigError(f"there is no recipe {base!r}{nearest(base, RECIPES)}")
+    if colon and base not in SIZED:
+        raise ConfigError(f"the recipe {base!r} has no sizes; leave {colon + size!r} out")
+    return importlib.import_module(f"rowdit.recipes.{base}").recipe(*([size] if colon else []))

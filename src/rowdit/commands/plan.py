@@ -1,0 +1,107 @@
+"""`rowdit plan`: what a recipe takes on any number of ranks, without them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from rowdit.study.comparison import Comparison
+    from rowdit.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a recipe takes on N ranks, with no GPU and no weights in memory: parameters and where they go, batch, memory
+    of a rank by part, bytes sent and FLOPs of each kind of optimizer step. Any field of the recipe can be changed:
+    --train.batch-size 1024. Bytes sent are the optimizer's own: what leaves a rank, padding included. FLOPs are two for
+    each multiply-add of a matrix product. Both are given as the mean over the ranks and for the rank with most; "per
+    step" is the mean over a period.
+
+    Args:
+        world_size: number of ranks; alone, one FSDP2 mesh over all of them, every parameter in Shard(0).
+        replicas: HSDP: copies of the model, each sharded over world_size / replicas ranks.
+        period: K of the periodic optimizer; by default the recipe's.
+        refresh: "exchange" (each matrix orthogonalised once) or "gather" (by everyone); by default the recipe's.
+        label: which optimizer, where the recipe is a comparison of several; by default its last.
+        device: what the ranks have; a CPU leaves out half of large symmetric products.
+        json: nothing but JSON on standard output.
+    """
+
+    world_size: int = 1
+    replicas: int = 1
+    period: int | None = None
+    refresh: Literal["exchange", "gather"] | None = None
+    label: str | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
+    json: bool = False
+
+
+def run(arguments: list[str]) -> int:
+    options, recipe, name = parse(arguments)
+    from rowdit.cost import RankMesh, estimate
+    from rowdit.cost.text import describe
+    from rowdit.train.config import ConfigError
+
+    config = run_config(recipe, options)
+    try:
+        mesh = RankMesh(options.world_size, options.replicas)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    found = estimate(config, mesh, refresh=options.refresh, device=options.device)
+    if options.json:
+        print(json.dumps({"recipe": name, **found.to_dict()}))
+    else:
+        print(f"recipe     {name}\n{describe(found)}")
+    return 0
+
+
+def run_config(recipe: RunConfig | Comparison, options: PlanOptions) -> RunConfig:
+    """The one run that is priced.
+
+    Raises:
+        ConfigError: a label that the recipe doesn't have, or a period for an optimizer that has none.
+    """
+    from rowdit.study.comparison import Comparison
+    from rowdit.train.config import ConfigError
+
+    if isinstance(recipe, Comparison):
+        label = recipe.select(options.label)[-1]
+        config = recipe.run_config(label, recipe.train.seed)
+    elif options.label is not None:
+        raise ConfigError(f"label = {options.label!r}: this recipe is one run, with one optimizer")
+    else:
+        config = recipe
+    if options.period is None:
+        return config
+    if config.optimizer.name != "periodic":
+        raise ConfigError(
+            f"period = {options.period}: the optimizer {config.optimizer.name!r} has no period, only 'periodic' has"
+        )
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, period=options.period))
+
+
+def parse(arguments: list[str]) -> tuple[PlanOptions, RunConfig | Comparison, str]:
+    """Options, the recipe with what is overridden in it, and its name."""
+    from rowdit import recipes
+
+    has_recipe = bool(arguments) and not arguments[0].startswith("-")
+    name = arguments[0] if has_recipe else "quickstart"
+    recipe = recipes.load(name)
+    part = tyro.conf.arg(name="")  # no prefix: --world-size and --train.steps, not --options.world-size
+    fields = [
+        ("options", Annotated[PlanOptions, part], field(default_factory=PlanOptions)),
+        ("recipe", Annotated[type(recipe), part], field(default_factory=lambda: recipe)),
+    ]
+    command: Any = tyro.cli(
+        dataclasses.make_dataclass("Command", fields, frozen=True),
+        prog=f"rowdit plan [{'|'.join(recipes.RECIPES)}]",
+        description=" ".join((PlanOptions.__doc__ or "").partition("\n\n")[0].split()),
+        args=arguments[1:] if has_recipe else arguments,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    return command.options, command.recipe, name

@@ -1,0 +1,76 @@
+"""`rowdit plan` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rowdit import recipes
+from rowdit.cli import main
+
+TINY = ["--model.hidden-size", "16", "--model.num-heads", "2", "--model.depth", "2"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(["plan", *arguments]) == code
+    shown = capsys.readouterr()
+    return shown.err if code else shown.out
+
+
+def test_json_is_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(plan(capsys, "scale_1p3b", "--world-size", "8", "--json", "--refresh", "gather"))
+    assert found["num_parameters"] == 1_283_776_528
+    assert found["optimizer_bytes_per_step"] == found["optimizer_steps"]["refresh"]["bytes_sent"] / 3 > 0
+    assert found["optimizer_flops_per_step"] > 0
+    assert {"weights", "gradients", "optimizer", "ema", "activations", "unsharded", "refresh"} <= set(
+        found["memory_bytes_per_rank"]
+    )
+    assert (found["recipe"], found["refresh_mode"], found["num_shards"]) == ("scale_1p3b", "gather", 8)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_any_recipe_and_its_fields(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    text = plan(capsys, name, "--world-size", "4", "--replicas", "2", "--train.batch-size", "12", *TINY)
+    assert "2 blocks of width 16" in text and "12 images a step = 4 ranks x 3" in text
+    assert "2 replicas of 2 shards" in text
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = {}
+    for period in ("1", "4"):
+        for mode in ("gather", "exchange"):
+            arguments = ["--world-size", "4", "--period", period, "--refresh", mode, "--json", *TINY]
+            sent[period, mode] = json.loads(plan(capsys, "quickstart", *arguments))["optimizer_bytes_per_step"]
+    assert sent["1", "gather"] == 4 * sent["4", "gather"] and sent["1", "exchange"] == 4 * sent["4", "exchange"]
+    assert sent["1", "gather"] > sent["1", "exchange"]
+    adamw = json.loads(plan(capsys, "quickstart", "--label", "adamw", "--world-size", "4", "--json", *TINY))
+    assert adamw["optimizer"] == "adamw" and adamw["optimizer_bytes_per_step"] == 0
+
+
+def test_a_size_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "674,816,272 parameters" in plan(capsys, "imagenet256:XL/2", "--world-size", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["scale_2c"], "did you mean 'scale_2b'"),
+        (["scale_2b:XL"], "has no sizes"),
+        (["imagenet256:XXL/2"], "did you mean 'XL/2'"),
+        (["scale_2b", "--world-size", "6", "--replicas", "4"], "6 ranks can't be divided"),
+        (["scale_2b", "--world-size", "0"], "at least one rank"),
+        (["scale_2b", "--label", "muon"], "one run"),
+        (["quickstart", "--label", "sgd"], "there is no 'sgd'"),
+        (["quickstart", "--label", "adamw", "--period", "3"], "has no period"),
+        (["quickstart", "--world-size", "128"], "at least one image each"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    shown = plan(capsys, *arguments, code=2)
+    assert words in shown and shown.count("\n") == 1
+
+
+def test_a_run_is_no_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "scale_2b"]) == 2
+    assert "rowdit train scale_2b" in capsys.readouterr().err

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from rowdit.cost import RankMesh, estimate
+from rowdit.cost.activations import activation_bytes
+from rowdit.cost.fake import LiveBytes
+from rowdit.cost.optimizer import refresh_share
+from rowdit.cost.text import describe
+from rowdit.models import DiT, DiTConfig, preset
+from rowdit.train.config import ConfigError, OptimizerConfig, RunConfig, TrainConfig
+from rowdit.train.optimizers import build_optimizer
+
+SMALL = DiTConfig(8, 3, 2, hidden_size=32, depth=3, num_heads=2, num_classes=5)
+
+
+def run(model: DiTConfig = SMALL, batch_size: int = 64, **optimizer: object) -> RunConfig:
+    settings = {"name": "periodic", **optimizer}
+    return RunConfig(model, optimizer=OptimizerConfig(**settings), train=TrainConfig(batch_size=batch_size))  # type: ignore[arg-type]
+
+
+def test_the_plan_of_one_process_is_the_real_optimizers() -> None:
+    found = estimate(run(), RankMesh(1), device="cpu")
+    optimizer = build_optimizer(DiT(SMALL), OptimizerConfig("periodic"))
+    plan = optimizer.plan("refresh")  # type: ignore[attr-defined]
+    assert found.optimizer.refresh.flops.max == plan.num_flops(0) > 0
+    assert found.optimizer.refresh.peak_bytes == plan.peak_bytes(0) > 0
+    assert found.optimizer.refresh.num_orthogonalizations == plan.num_orthogonalizations(0) == 3 * 12
+    held = sum(p.numel() for p in DiT(SMALL).parameters())
+    assert found.num_parameters == held and found.memory.weights == found.memory.gradients == 4 * held
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.ndim]
+    assert found.memory.optimizer == sum(t.numel() * t.element_size() for t in state)
+
+
+@pytest.mark.parametrize("period", [1, 3, 5])
+def test_the_mean_over_a_period(period: int) -> None:
+    mesh = RankMesh(6)
+    every = estimate(run(name="muon"), mesh).to_dict()
+    found = estimate(run(period=period), mesh).to_dict()
+    assert found["optimizer_bytes_per_step"] == pytest.approx(every["optimizer_bytes_per_step"] / period)
+    assert found["optimizer_flops_per_step_max"] == pytest.approx(every["optimizer_flops_per_step_max"] / period)
+    assert every["optimizer_bytes_per_step"] > 0 and found["optimizer_steps"]["row"]["bytes_sent_max"] == 0
+
+
+def test_never_a_refresh_and_a_schedule() -> None:
+    assert refresh_share(None) == 0.0 and refresh_share(((0, 3), (100, 4))) == 0.25
+    assert estimate(run(period=None), RankMesh(4)).to_dict()["optimizer_bytes_per_step"] == 0.0
+
+
+def test_adamw_sends_nothing_and_keeps_two_moments() -> None:
+    found = estimate(run(name="adamw"), RankMesh(4)).to_dict()
+    assert found["optimizer_bytes_per_step"] == found["optimizer_flops_per_step"] == 0.0
+    memory = found["memory_bytes_per_rank"]
+    assert memory["optimizer"] == 2 * memory["weights"] and memory["refresh"] == 0
+
+
+def test_gather_sends_and_computes_what_the_paper_says() -> None:
+    """All-gather: (N-1)/N of the matrices received by each, every product on every rank; exchange divides by N."""
+    mesh = RankMesh(8)
+    gather, exchange = (estimate(run(name="muon"), mesh, refresh=mode) for mode in ("gather", "exchange"))
+    numel = sum(p.numel for p in gather.optimizer.parameters if p.algorithm == "muon")
+    assert gather.optimizer.refresh.bytes_sent.max == 2 * numel * 7 // 8
+    sent = exchange.optimizer.refresh.bytes_sent.mean  # out and back, but for what an owner holds itself, in bf16
+    assert 0.8 * 2 * 2 * numel / 8 < sent <= 2 * 2 * numel / 8
+    assert gather.optimizer.refresh.flops.max == 8 * exchange.optimizer.refresh.flops.mean
+
+
+@pytest.mark.parametrize(("name", "count"), [("1.3B", 1_283_776_528), ("15B", 15_187_220_496)])
+def test_a_preset_on_thousands_of_ranks(name: str, count: int) -> None:
+    found = estimate(run(preset(name), batch_size=4096), RankMesh(4096))
+    assert found.num_parameters == count
+    assert found.memory.weights >= 4 * count / 4096
+    assert found.optimizer.refresh.bytes_sent.mean <= found.optimizer.refresh.bytes_sent.max
+
+
+def test_batches() -> None:
+    config = dataclasses.replace(run(batch_size=100), train=TrainConfig(batch_size=100, micro_batch_size=6))
+    batch = estimate(config, RankMesh(8, 2)).batch
+    assert (batch.images_per_rank, batch.micro_batch_size, batch.num_micro_batches) == (13, 6, 3)
+    with pytest.raises(ConfigError, match=r"batch_size = 100: 128 ranks .*--train.batch-size 128"):
+        estimate(config, RankMesh(128))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_replicas", "words"),
+    [(0, 1, "world_size = 0"), (6, 4, "replicas = 4: 6 ranks .* 3"), (8, 0, "replicas = 0.* 1")],
+)
+def test_ranks_that_cannot_be(world_size: int, num_replicas: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RankMesh(world_size, num_replicas)
+
+
+def test_the_text_names_every_part() -> None:
+    text = describe(estimate(run(), RankMesh(8, 2)))
+    for word in (
+        "2 replicas of 4 shards",
+        "blocks.*.attn.qkv.weight",
+        "muon, 3 chunks",
+        "refresh",
+        "activations",
+        "peak",
+    ):
+        assert word in text, word
+
+
+# ---- activations
+
+
+def peak_of_a_real_pass(config: DiTConfig, num_images: int) -> int:
+    model = DiT(config)
+    nn.init.normal_(model.final_layer.linear.weight)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    x = torch.randn(num_images, config.in_channels, config.image_size, config.image_size)
+    t, y = torch.rand(num_images), torch.zeros(num_images, dtype=torch.int64)
+    with LiveBytes() as live:
+        (model(x, t, y).float() - x).square().mean().backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_activations_are_those_of_a_real_pass(depth: int) -> None:
+    config = dataclasses.replace(SMALL, depth=depth)
+    # Real tensors and fake ones go through the same operators but for the kernel of attention.
+    assert activation_bytes(config, 6) == pytest.approx(peak_of_a_real_pass(config, 6), rel=0.02)
+
+
+def test_activations_grow_with_the_batch_and_shrink_with_checkpointing_and_dtype() -> None:
+    whole = activation_bytes(SMALL, 32)
+    assert activation_bytes(SMALL, 64) == pytest.approx(2 * whole, rel=0.05)
+    assert activation_bytes(SMALL, 32, dtype=torch.bfloat16) == pytest.approx(whole / 2, rel=0.1)
+    assert activation_bytes(dataclasses.replace(SMALL, depth=12), 32, checkpointing=True) < activation_bytes(
+        dataclasses.replace(SMALL, depth=4), 32
+    )
