@@ -10,53 +10,25 @@ with the same command; another grid into the same folder adds to it.
 
 from __future__ import annotations
 
-import itertools
 import json
-import multiprocessing
-import shutil
-import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from rowdit.evaluate.fingerprint import digest
-from rowdit.study.compare import evaluate_into, prepare, read_record
-from rowdit.study.comparison import Comparison
+from rowdit.study.compare import prepare
 from rowdit.study.lock import lock_folder
-from rowdit.study.summary import best_row, summarize_optimizers
-from rowdit.train.config import ConfigError, RunConfig, from_dict, nearest, to_dict
-from rowdit.train.log import read_jsonl
-from rowdit.train.loop import train
+from rowdit.study.pool import run_tasks
+from rowdit.study.summary import best_row
+from rowdit.study.task import Grid, Task, make_tasks
+from rowdit.train.config import ConfigError
+from rowdit.train.log import read_jsonl, write_bytes
 from rowdit.train.stop import Interrupted, StopRequest
 
-Grid = dict[str, list[Any]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run of a sweep."""
-
-    label: str
-    seed: int
-    point: dict[str, Any]
-    comparison: Comparison
-
-    @property
-    def config(self) -> RunConfig:
-        return self.comparison.run_config(self.label, self.seed)
-
-    @property
-    def name(self) -> str:
-        """Label, a hash of the whole config but the seed, and the seed."""
-        return f"{self.label}-{digest(to_dict(self.comparison.run_config(self.label, 0)))[:10]}-seed{self.seed}"
+__all__ = ["Grid", "RunLog", "Task", "make_tasks", "parse_grid", "parse_seeds", "print_sweep", "sweep"]
 
 
 def parse_grid(entries: Sequence[str]) -> Grid:
@@ -105,43 +77,6 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-def make_tasks(comparison: Comparison, label: str, grid: Grid, seeds: Sequence[int]) -> list[Task]:
-    """Every point of the grid with every seed; seeds are the outer loop, so that a stopped sweep has whole grids.
-
-    What is asked for twice (a value, a seed, 1 and 1.0) is one task: two would write into the same folder.
-
-    Raises:
-        ConfigError: an unknown label or key, or a value or seed that its config refuses.
-    """
-    if label not in comparison.optimizers:
-        raise ConfigError(f"there is no optimizer {label!r}{nearest(label, comparison.optimizers)}")
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    varied = [(point, _apply(comparison, label, point)) for point in points]
-    tasks: dict[str, Task] = {}
-    for seed in seeds:
-        for point, changed in varied:
-            task = Task(label, seed, point, changed)
-            _ = task.config  # made here once, so that a bad seed is refused before any work
-            tasks.setdefault(task.name, task)
-    return list(tasks.values())
-
-
-def _apply(comparison: Comparison, label: str, point: dict[str, Any]) -> Comparison:
-    config = to_dict(comparison)
-    for key, value in point.items():
-        path = key.split(".") if "." in key else ["optimizers", label, key]
-        table: Any = config
-        for part in path[:-1]:
-            table = table.get(part) if isinstance(table, dict) else None
-        if not isinstance(table, dict) or path[-1] not in table:
-            known = table if isinstance(table, dict) else config
-            raise ConfigError(f"unknown key {key}{nearest(path[-1] if known is table else path[0], known)}")
-        if isinstance(table[path[-1]], dict) and not isinstance(value, dict):
-            raise ConfigError(f"{key} is a section; name one of its keys: {', '.join(table[path[-1]])}")
-        table[path[-1]] = value
-    return from_dict(Comparison, config)
-
-
 def sweep(tasks: Sequence[Task], out: Path, *, num_processes: int, console: Console | None = None) -> bool:
     """Runs what `out/sweep.jsonl` doesn't have yet; False if it was interrupted.
 
@@ -162,75 +97,46 @@ def sweep(tasks: Sequence[Task], out: Path, *, num_processes: int, console: Cons
             prepare(ahead[0].comparison, out / "evaluation", stop, lambda text: console.print(text, highlight=False))
         except Interrupted:
             return False
-        return _run_pool(ahead, out, num_processes, stop, console)
+        log = RunLog(path, console, expected=len(ahead))
+        return run_tasks(
+            lambda: [task for task in ahead if task.name not in log.names],
+            out,
+            num_processes=num_processes,
+            stop=stop,
+            done=lambda task, row: log.add(row),
+        )
 
 
-def _run_pool(ahead: Sequence[Task], out: Path, num_processes: int, stop: StopRequest, console: Console) -> bool:
-    context = multiprocessing.get_context("spawn")
-    stop_event = context.Event()
-    start = time.perf_counter()
-    num_done = 0
-    with ProcessPoolExecutor(num_processes, context, initializer=_start_worker, initargs=(stop_event,)) as pool:
-        futures: set[Future[dict[str, Any] | None]] = {pool.submit(_run_task, task, out) for task in ahead}
-        while futures:
-            if stop.requested and not stop_event.is_set():
-                console.print("stopping: saving the runs under way", highlight=False)
-                stop_event.set()
-                for future in futures:
-                    future.cancel()
-            finished, futures = wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in finished:
-                row = None if future.cancelled() else future.result()
-                if row is None:
-                    continue
-                with open(out / "sweep.jsonl", "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                num_done += 1
-                left = (time.perf_counter() - start) / num_done * (len(ahead) - num_done)
-                console.print(
-                    f"{num_done}/{len(ahead)} {_describe(row)}; about {left / 60:.0f} min left", highlight=False
-                )
-    return num_done == len(ahead)
+class RunLog:
+    """The file of finished runs, a line each: appended to when a run ends, with a word on the console.
 
+    Args:
+        path: the JSON Lines file; what it holds counts as done. A line that a kill cut short is dropped.
+        console: where to report.
+        expected: runs ahead, for the estimate of the time left; None leaves it out.
+    """
 
-_stop_event: Event | None = None
+    def __init__(self, path: Path, console: Console, expected: int | None = None) -> None:
+        self.path, self.console, self.expected = path, console, expected
+        self.rows = read_jsonl(path)
+        self.names = {row["run"] for row in self.rows}
+        self._num_before, self._start = len(self.rows), time.perf_counter()
+        if path.exists():  # or the next line would be glued to the cut one
+            write_bytes(path, "".join(json.dumps(row) + "\n" for row in self.rows).encode())
 
-
-def _start_worker(stop_event: Event) -> None:
-    """One thread a process; Ctrl-C is the parent's to handle, which asks by the event."""
-    global _stop_event
-    _stop_event = stop_event
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
-def _run_task(task: Task, out: Path) -> dict[str, Any] | None:
-    """Trains one run to its end and gives its line; None if it was asked to stop."""
-    folder = out / "runs" / task.name
-    stop = StopRequest(also=_stop_event.is_set) if _stop_event else StopRequest()
-    try:
-        context = prepare(task.comparison, out / "evaluation", stop, lambda text: None)
-    except Interrupted:
-        return None
-    outcome = train(task.config, context.training, folder, evaluate=evaluate_into(context.evaluator, folder), stop=stop)
-    if outcome.status == "interrupted":
-        return None
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    record = read_record(folder, task.label, task.seed)
-    timing = summarize_optimizers([record], [task.label])[task.label]
-    return {
-        "run": task.name,
-        "label": task.label,
-        "seed": task.seed,
-        "grid": task.point,
-        "settings": task.config.optimizer.settings(),
-        "train": to_dict(task.config.train),
-        "evaluations": [{k: v for k, v in row.items() if k != "fingerprint"} for row in record.evaluations],
-        "seconds": sum(row["seconds"] for row in record.log),
-        "step_seconds": timing["step_seconds"],
-        "optimizer_seconds_per_step": timing["optimizer_seconds_per_step"],
-        "diverged": outcome.reason,
-    }
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self.names.add(row["run"])
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        num_done = len(self.rows) - self._num_before
+        if self.expected is None:
+            self.console.print(f"{num_done} {_describe(row)}", highlight=False)
+            return
+        left = (time.perf_counter() - self._start) / num_done * (self.expected - num_done)
+        self.console.print(
+            f"{num_done}/{self.expected} {_describe(row)}; about {left / 60:.0f} min left", highlight=False
+        )
 
 
 def _describe(row: dict[str, Any]) -> str:

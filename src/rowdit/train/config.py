@@ -23,6 +23,7 @@ import rowmuon
 from rowdit.models.dit import DiTConfig
 
 OPTIMIZERS = ("adamw", "muon", "periodic")
+CHEAP_STEPS = ("row", "sign", "blocks", "gram")
 
 
 class ConfigError(ValueError):
@@ -65,7 +66,11 @@ class OptimizerConfig:
         adaln: whether the adaLN matrices go to `"muon"` (six chunks each) or to `"adamw"`.
         period: of `"periodic"` only. A refresh every `period` steps; None never refreshes; a schedule is pairs
             (first step, period), e.g. ((0, 3), (800, 1)).
-        row_scale: of `"periodic"` only. RMS of a row step over that of a refresh. > 0.
+        row_scale: of `"periodic"` only. RMS of a row step over that of a refresh. >= 0; at 0 the weights move at
+            refreshes alone.
+        cheap_step: of `"periodic"` only. What is done between refreshes: `"row"`, the method's step, or one of the
+            experimental ones of `rowdit.study.steps`, which `compare`, `tune` and `study` know and `train` doesn't.
+        cheap_step_parameter: of experimental steps only; null takes the step's own default.
     """
 
     name: Literal["adamw", "muon", "periodic"] = "adamw"
@@ -81,6 +86,8 @@ class OptimizerConfig:
     adaln: Literal["muon", "adamw"] = "muon"
     period: int | tuple[tuple[int, int | None], ...] | None = 3
     row_scale: float = 1.0
+    cheap_step: Literal["row", "sign", "blocks", "gram"] = "row"
+    cheap_step_parameter: float | None = None
 
     def __post_init__(self) -> None:
         _check(self, "name", self.name in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
@@ -92,7 +99,15 @@ class OptimizerConfig:
         _check(self, "betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
         _check(self, "eps", 0 < self.eps < 1, "in (0, 1)")
         _check(self, "momentum", 0 <= self.momentum < 1, "in [0, 1)")
-        _check(self, "row_scale", 0 < self.row_scale < math.inf, "a finite number > 0")
+        _check(self, "row_scale", 0 <= self.row_scale < math.inf, "a finite number >= 0")
+        _check(self, "cheap_step", self.cheap_step in CHEAP_STEPS, f"one of {', '.join(CHEAP_STEPS)}")
+        _check(
+            self,
+            "cheap_step_parameter",
+            self.cheap_step_parameter is None
+            or (self.cheap_step in ("blocks", "gram") and self.cheap_step_parameter > 0),
+            "null, or a number > 0 for blocks (how many) or gram (the damping)",
+        )
         names = ", ".join(rowmuon.COEFFICIENTS)
         _check(self, "ns_coefficients", self.ns_coefficients in rowmuon.COEFFICIENTS, f"one of {names}")
         _check(self, "period", _is_period(self.period), _PERIOD)
@@ -126,7 +141,7 @@ def _is_period(period: Any) -> bool:
 
 
 _MUON_ONLY = ("adamw_lr", "momentum", "nesterov", "adjust_lr_fn", "ns_coefficients", "adaln")
-_PERIODIC_ONLY = ("period", "row_scale")
+_PERIODIC_ONLY = ("period", "row_scale", "cheap_step", "cheap_step_parameter")
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(OptimizerConfig)}
 
 

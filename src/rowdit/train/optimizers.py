@@ -11,14 +11,19 @@ import torch
 from torch import nn
 
 import rowmuon
-from rowdit.train.config import OptimizerConfig
+from rowdit.train.config import ConfigError, OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that `config` describes, over the trainable parameters of `model`.
 
     Call it before the model is wrapped or sharded: the routing goes by parameter names.
+
+    Raises:
+        ConfigError: an experimental `cheap_step`; `rowdit.study.steps.build_optimizer` makes those.
     """
+    if config.cheap_step != "row":
+        raise ConfigError(f"cheap_step = {config.cheap_step!r} is experimental; only compare, tune and study know it")
     if config.name == "adamw":
         parameters = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(
@@ -38,6 +43,14 @@ def step_kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _build_muon(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    groups, common = muon_arguments(model, config)
+    if config.name == "muon":
+        return rowmuon.Muon(groups, **common)
+    return rowmuon.PeriodicRowMuon(groups, **common, period=config.period, row_scale=config.row_scale)
+
+
+def muon_arguments(model: nn.Module, config: OptimizerConfig) -> tuple[rowmuon.ParamGroups, dict[str, Any]]:
+    """Parameter groups, and the arguments that `rowmuon.Muon` and `rowmuon.PeriodicRowMuon` have in common."""
     muon: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     adamw: dict[str, Any] = {
         "lr": config.lr if config.adamw_lr is None else config.adamw_lr,
@@ -54,6 +67,4 @@ def _build_muon(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimi
         "adjust_lr_fn": config.adjust_lr_fn,
         "ns_coefficients": config.ns_coefficients,
     }
-    if config.name == "muon":
-        return rowmuon.Muon(groups, **common)
-    return rowmuon.PeriodicRowMuon(groups, **common, period=config.period, row_scale=config.row_scale)
+    return groups, common

@@ -1,0 +1,154 @@
+"""Runs side by side, a process each, one thread a process. What is to run next is asked when a process is free.
+
+So a plan that depends on results (first tune, then train with what won) needs no stages in which processes wait for
+each other, and a killed study goes on by asking again. An exception in one run stops the others at their next step,
+where they save, and is raised at once with the run's name, not when all the others are done.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rowdit.study.compare import Context, evaluate_into, prepare, read_record
+from rowdit.study.steps import build_optimizer
+from rowdit.study.summary import summarize_optimizers
+from rowdit.study.task import Task
+from rowdit.train.config import ConfigError, to_dict
+from rowdit.train.loop import train
+from rowdit.train.stop import Interrupted, StopRequest
+
+Row = dict[str, Any]
+Upcoming = Callable[[], Sequence[Task]]
+"""All tasks that may run now and haven't run, most urgent first. Asked again whenever a run ends."""
+
+
+def run_tasks(
+    upcoming: Upcoming, out: Path, *, num_processes: int, stop: StopRequest, done: Callable[[Task, Row], None]
+) -> bool:
+    """Runs tasks until none is upcoming, `num_processes` at a time; False if a stop was requested before.
+
+    Args:
+        upcoming: see `Upcoming`; those under way are left out here.
+        out: folder of the study; runs go into `out/runs`, what evaluations share into `out/evaluation`.
+        num_processes: >= 1.
+        stop: asked twice a second.
+        done: called in this process with each finished run's row.
+
+    Raises:
+        ConfigError: a process died, killed or out of memory.
+        Exception: what a run raised, with the run's name as a note; the others saved before.
+    """
+    context = multiprocessing.get_context("spawn")
+    stop_event = context.Event()
+    running: dict[Future[Row | None], Task] = {}
+    changed = True
+    with ProcessPoolExecutor(num_processes, context, initializer=_start_worker, initargs=(stop_event,)) as pool:
+        try:
+            while changed or running:
+                if stop.requested:
+                    stop_event.set()
+                elif changed:
+                    under_way = {task.name for task in running.values()}
+                    free = [task for task in upcoming() if task.name not in under_way]
+                    for task in free[: num_processes - len(running)]:
+                        running[pool.submit(run_task, task, out)] = task
+                if not running:
+                    break
+                finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                changed = bool(finished)
+                for future in finished:
+                    task = running.pop(future)
+                    row = _result(future, task)
+                    if row is not None:
+                        done(task, row)
+        except BaseException:
+            stop_event.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return not stop.requested
+
+
+def _result(future: Future[Row | None], task: Task) -> Row | None:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"a process died during {task.name} or a run beside it (killed, or out of memory?); "
+            "the same command goes on, with fewer --processes if memory is short"
+        ) from None
+    except Exception as error:
+        error.add_note(f"in the run {task.name}")
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# in a process of the pool
+
+_stop_event: Event | None = None
+_contexts: dict[str, Context] = {}  # the last one: runs of one case come in a row and share data and evaluator
+
+
+def _start_worker(stop_event: Event) -> None:
+    """One thread a process; Ctrl-C is the parent's to handle, which asks by the event."""
+    global _stop_event
+    _stop_event = stop_event
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def run_task(task: Task, out: Path) -> Row | None:
+    """Trains one run to its end and gives its row (see `rowdit.study.sweep`); None if it was asked to stop."""
+    folder = out / "runs" / task.name
+    stop = StopRequest(also=_stop_event.is_set) if _stop_event else StopRequest()
+    try:
+        context = _context(task, out, stop)
+    except Interrupted:
+        return None
+    outcome = train(
+        task.config,
+        context.training,
+        folder,
+        evaluate=evaluate_into(context.evaluator, folder),
+        build=build_optimizer,
+        stop=stop,
+    )
+    if outcome.status == "interrupted":
+        return None
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    record = read_record(folder, task.label, task.seed)
+    timing = summarize_optimizers([record], [task.label])[task.label]
+    return {
+        "run": task.name,
+        "label": task.label,
+        "seed": task.seed,
+        "grid": task.point,
+        "settings": task.config.optimizer.settings(),
+        "train": to_dict(task.config.train),
+        "evaluations": [{k: v for k, v in row.items() if k != "fingerprint"} for row in record.evaluations],
+        "seconds": sum(row["seconds"] for row in record.log),
+        "step_seconds": timing["step_seconds"],
+        "optimizer_seconds_per_step": timing["optimizer_seconds_per_step"],
+        "diverged": outcome.reason,
+    }
+
+
+def _context(task: Task, out: Path, stop: StopRequest) -> Context:
+    """Data and evaluator of the task's comparison; kept, for opening them can take as long as a short run."""
+    comparison = task.comparison
+    key = repr((comparison.model, comparison.data, comparison.evaluate, comparison.train.ema_decay))
+    if key not in _contexts:
+        context = prepare(comparison, out / "evaluation", stop, lambda text: None)
+        _contexts.clear()
+        _contexts[key] = context
+    _contexts[key].evaluator.check_stop = stop.check
+    return _contexts[key]

@@ -1,0 +1,83 @@
+"""One run of a grid or a study: a comparison in which one point is changed, a label, a seed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rowdit.evaluate.fingerprint import digest
+from rowdit.study.comparison import Comparison
+from rowdit.train.config import ConfigError, RunConfig, from_dict, nearest, to_dict
+
+Grid = dict[str, list[Any]]
+Point = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run.
+
+    Attributes:
+        label: the optimizer's, in the comparison.
+        seed: of the run.
+        point: what was changed to get the comparison; for tables.
+        comparison: with the changes in it.
+    """
+
+    label: str
+    seed: int
+    point: dict[str, Any]
+    comparison: Comparison
+
+    @property
+    def config(self) -> RunConfig:
+        return self.comparison.run_config(self.label, self.seed)
+
+    @property
+    def name(self) -> str:
+        """Label, a hash of the whole config but the seed, and the seed."""
+        return f"{self.label}-{digest(to_dict(self.comparison.run_config(self.label, 0)))[:10]}-seed{self.seed}"
+
+
+def make_tasks(comparison: Comparison, label: str, grid: Grid, seeds: Sequence[int]) -> list[Task]:
+    """Every point of the grid with every seed; seeds are the outer loop, so that a stopped sweep has whole grids.
+
+    What is asked for twice (a value, a seed, 1 and 1.0) is one task: two would write into the same folder.
+
+    Raises:
+        ConfigError: an unknown label or key, or a value or seed that its config refuses.
+    """
+    if label not in comparison.optimizers:
+        raise ConfigError(f"there is no optimizer {label!r}{nearest(label, comparison.optimizers)}")
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    varied = [(point, change(comparison, label, point)) for point in points]
+    tasks: dict[str, Task] = {}
+    for seed in seeds:
+        for point, changed in varied:
+            task = Task(label, seed, point, changed)
+            _ = task.config  # made here once, so that a bad seed is refused before any work
+            tasks.setdefault(task.name, task)
+    return list(tasks.values())
+
+
+def change(comparison: Comparison, label: str, point: Point) -> Comparison:
+    """The comparison with some fields changed. A key without a dot is that optimizer's, one with a dot the run's.
+
+    Raises:
+        ConfigError: an unknown key, a section in place of a key, or a value that its config refuses.
+    """
+    config = to_dict(comparison)
+    for key, value in point.items():
+        path = key.split(".") if "." in key else ["optimizers", label, key]
+        table: Any = config
+        for part in path[:-1]:
+            table = table.get(part) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or path[-1] not in table:
+            known = table if isinstance(table, dict) else config
+            raise ConfigError(f"unknown key {key}{nearest(path[-1] if known is table else path[0], known)}")
+        if isinstance(table[path[-1]], dict) and not isinstance(value, dict):
+            raise ConfigError(f"{key} is a section; name one of its keys: {', '.join(table[path[-1]])}")
+        table[path[-1]] = value
+    return from_dict(Comparison, config)
