@@ -12,17 +12,18 @@ the same command goes on where it was; a run that is finished isn't run again.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
-from rowdit.data import Dataset, open_dataset
+from rowdit.data import Dataset, ImageFolder, open_dataset
 from rowdit.models.dit import DiT
 from rowdit.study.comparison import Comparison, run_name
 from rowdit.study.evaluator import MEASURES, SCORE_NAME, Evaluator
@@ -37,6 +38,7 @@ from rowdit.train.progress import ConsoleProgress
 from rowdit.train.stop import Interrupted, StopRequest
 
 SUMMARY_FORMAT = 1
+CACHED_BYTES = 256 << 20  # decoded images of a folder that are kept in memory
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,7 @@ def prepare(comparison: Comparison, cache: Path, stop: StopRequest, say: Callabl
         Interrupted: a stop was requested meanwhile.
     """
     size = comparison.model.image_size
-    training = open_dataset(comparison.data.source, "train", size)
-    held_out = open_dataset(comparison.data.source, "reference", size)
+    training, held_out = (_open(comparison.data.source, split, size) for split in ("train", "reference"))
     any_run = comparison.run_config(next(iter(comparison.optimizers)), comparison.train.seed)
     check_dataset(any_run, training)
     _check_sample_counts(comparison, training, held_out)
@@ -130,6 +131,14 @@ def prepare(comparison: Comparison, cache: Path, stop: StopRequest, say: Callabl
     )
     evaluator.rehearse(DiT(comparison.model))
     return Context(training, evaluator)
+
+
+def _open(source: str, split: Literal["train", "reference"], size: int) -> Dataset:
+    """The data set; a folder that fits is decoded once, for a study reads its images hundreds of times."""
+    dataset = open_dataset(source, split, size)
+    if isinstance(dataset, ImageFolder) and len(dataset) * math.prod(dataset.image_shape) <= CACHED_BYTES:
+        return open_dataset(source, split, size, cache=True)
+    return dataset
 
 
 def evaluate_into(evaluator: Evaluator, folder: Path) -> EvaluateFunction:

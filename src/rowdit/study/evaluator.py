@@ -79,6 +79,7 @@ class Evaluator:
         self.floor = self._load_or_measure_floor(training, cache)
         self.classifier = train_classifier(training, folder=cache, progress=progress)
         self.classifier_accuracy = self._accuracy_on(held_out)
+        self.held_out_labels = _labels_of(held_out).sort().values
         num_val = min(config.num_val_images, len(held_out))
         images, labels = held_out.fetch(np.arange(num_val))
         self.val_images, self.val_labels = to_float(images), torch.from_numpy(labels)
@@ -96,7 +97,7 @@ class Evaluator:
         measured: dict[str, Any] = dict.fromkeys(MEASURES, math.nan)
         measured["val_loss"] = self._validation_loss(model)
         num, num_steps = self.config.num_samples, self.config.num_steps
-        labels = balanced_labels(num, self.num_classes)
+        labels = self._labels(num)
         try:
             select = self._samples(model, 0, labels, num_steps)
             report = self._samples(model, num, labels, num_steps)
@@ -115,6 +116,15 @@ class Evaluator:
         }
         measured["accuracy"] = class_accuracy(self.classifier, report, labels)
         return measured
+
+    def _labels(self, num: int) -> Tensor:
+        """Labels of samples, with the held-out images' frequencies in every prefix: else the distance would measure
+        how unequal the classes are. Where they are equal, the classes in turn."""
+        counts = torch.bincount(self.held_out_labels, minlength=self.num_classes)
+        if bool((counts == counts[0]).all()):
+            return balanced_labels(num, self.num_classes)
+        places = torch.arange(num, dtype=torch.float64) * GOLDEN % 1
+        return self.held_out_labels[(places * len(self.held_out_labels)).long()]
 
     def rehearse(self, model: nn.Module) -> None:
         """A little of everything with an untrained model, so that what can't work fails before hours of training.
@@ -197,3 +207,11 @@ class Evaluator:
         floor = real_floor(self.reference, training, self.features, self.config.num_samples, max_draws=2)
         write_json(path, floor.to_json())
         return floor
+
+
+def _labels_of(dataset: Dataset) -> Tensor:
+    """(N,) int64: all labels, without decoding an image where the data set has them at hand."""
+    labels = getattr(dataset, "labels", None)
+    if labels is None:
+        _, labels = dataset.fetch(np.arange(len(dataset)))
+    return torch.from_numpy(np.asarray(labels, np.int64))

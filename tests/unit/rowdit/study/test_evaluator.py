@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rowdit.data import ArrayDataset
 from rowdit.models.dit import DiT
 from rowdit.study.evaluator import Evaluator, write_grid
 from rowdit.train.stop import Interrupted
@@ -100,3 +101,14 @@ def test_samples_do_not_depend_on_the_training_seed(cache: Path) -> None:
     other = dataclasses.replace(toy_config().evaluate, seed=1)
     moved = Evaluator(toy_dataset(40), toy_dataset(24, seed=1), other, ema_decay=0.9, cache=cache)
     assert moved.measure(model)["score_select"] != _evaluator(cache).measure(model)["score_select"]
+
+
+def test_labels_of_samples_have_the_held_out_frequencies(cache: Path) -> None:
+    even = _evaluator(cache)._labels(9)
+    assert even.tolist() == [0, 1, 2] * 3
+    held_out = toy_dataset(24, seed=1)
+    uneven = ArrayDataset(held_out.images, np.repeat([0, 1, 2], [18, 4, 2]), ("a", "b", "c"), name="uneven")
+    evaluator = Evaluator(toy_dataset(40), uneven, toy_config().evaluate, ema_decay=0.9, cache=cache)
+    for num in (50, 100, 400):
+        counts = torch.bincount(evaluator._labels(num), minlength=3) / num
+        np.testing.assert_allclose(counts, [0.75, 1 / 6, 1 / 12], atol=3 / num)
