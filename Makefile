@@ -39,7 +39,7 @@ types: setup  ## mypy over src/
 	@$(RUN) -m mypy
 
 bench: setup  ## time the optimizer step against its peers
-	@$(RUN) benchmarks/optimizer_step.py $(ARGS)
+	@.venv/bin/rowdit bench $(ARGS)
 
 docs: setup  ## check the documents: links, and that every example in them runs
 	@$(RUN) -m pytest tests/contract/test_documents.py tests/contract/test_doctests.py $(ARGS)

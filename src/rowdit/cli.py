@@ -21,6 +21,7 @@ VERBS = {
     "tune": "tune",
     "report": "report",
     "plan": "plan",
+    "bench": "bench",
     "data": "data",
 }
 
@@ -31,6 +32,7 @@ usage: rowdit VERB [ARGUMENTS]      rowdit VERB --help says more
   tune [RECIPE]            a grid of settings for one optimizer of a recipe
   report OUT               make the page of a finished comparison again
   plan [RECIPE]            what a run takes on N ranks, without them: memory, bytes, FLOPs
+  bench                    time the optimizer step against fused AdamW, torch.optim.Muon and public Muons
   data get fashion-mnist   fetch the full Fashion-MNIST, checked by its hashes
 """
 

@@ -68,8 +68,10 @@ ROWDIT = {
     "recipes": "models train study",
     # a price is of a run's config, model and optimizer
     "cost": "models train",
+    # times rowmuon and its peers on the shapes of the presets
+    "bench": "models",
     # the verbs, and their dispatch, which prints every part's errors
-    "commands": "recipes study cost data train evaluate models flow encode",
+    "commands": "recipes study cost data train evaluate models flow encode bench",
     "cli": "commands study data train evaluate",
     "__main__": "cli",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,39 +11,9 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import optimizer_step  # noqa: E402
 import reporting  # noqa: E402
 import sharded_step  # noqa: E402
 import train_step  # noqa: E402
-
-
-def test_optimizer_step(tmp_path: Path) -> None:
-    path = tmp_path / "times.json"
-    arguments = ["--hidden", "32", "--depth", "1", "--rounds", "2", "--pairs", "2", "--chunked", "--json", str(path)]
-    command = [sys.executable, str(BENCHMARKS / "optimizer_step.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(path.read_text())
-    seconds = data["sizes"]["32 wide"]["seconds"]
-    assert set(vars(optimizer_step.Times())) - set(seconds) == (
-        set() if optimizer_step.can_compile("cpu") else {"row_compiled"}
-    )
-    assert all(spread["median"] > 0 for spread in seconds.values())
-    assert seconds["periodic_row"]["num"] == 2 * seconds["periodic_refresh"]["num"] == 4
-    for name in optimizer_step.TARGETS:
-        assert data[name] == data["sizes"]["32 wide"]["ratios"][name]["median"]
-        assert name in done.stdout
-
-
-@pytest.mark.parametrize(("row", "verdict"), [(1.0, "yes"), (5.0, "**no**")])
-def test_optimizer_step_judges_the_worst_size(row: float, verdict: str) -> None:
-    good = optimizer_step.Times([1.0], [2.8], [0.1], [2.9], [3.0], [0.5], [1.0])
-    other = optimizer_step.Times([1.0], [2.8], [0.1], [2.9], [3.0], [row], [1.0])
-    data, text = optimizer_step.report({"S": good, "B": other}, optimizer_step.parse([]))
-    assert data["row_over_adamw_fused"] == row
-    assert data["k3_over_k1"] == pytest.approx(1 / 2.9)
-    (line,) = [line for line in text.splitlines() if line.startswith("| row_over_adamw_fused")]
-    assert line.rstrip(" |").endswith(verdict)
 
 
 @pytest.fixture(scope="module")
