@@ -71,9 +71,9 @@ class EfficientNetLite0Features:
             TypeError: the images aren't uint8. Samples in [-1, 1] become uint8 by `rowdit.data.batch.to_uint8` alone.
             ValueError: the shape isn't (N, 1 or 3, H, W), or there are no pixels.
         """
-        _check_images(images)
+        check_images(images)
         features = images.new_empty((len(images), self.dim), dtype=torch.float32, device=self.device)
-        with _full_float32(self.device):
+        with full_float32(self.device):
             for start in range(0, len(images), self.batch_size):
                 batch = images[start : start + self.batch_size].to(self.device)
                 features[start : start + len(batch)] = self._network.features(self._prepare(batch))
@@ -102,7 +102,7 @@ class EfficientNetLite0Features:
 
 
 @contextmanager
-def _full_float32(device: torch.device) -> Iterator[None]:
+def full_float32(device: torch.device) -> Iterator[None]:
     """No autocast, and no TF32 or bfloat16 inside convolutions (cuDNN's TF32 is on by default)."""
     convolutions: Any = None
     if device.type in ("cuda", "cpu"):
@@ -118,7 +118,7 @@ def _full_float32(device: torch.device) -> Iterator[None]:
             convolutions.fp32_precision = before
 
 
-def _check_images(images: Tensor) -> None:
+def check_images(images: Tensor) -> None:
     if images.dtype != torch.uint8:
         raise TypeError(
             f"images must be uint8 in 0..255, got {images.dtype}; "

@@ -140,7 +140,7 @@ class TestFeatures:
         before = convolutions.fp32_precision
         try:
             convolutions.fp32_precision = "tf32"
-            with features._full_float32(torch.device(device)):
+            with features.full_float32(torch.device(device)):
                 assert convolutions.fp32_precision == "ieee"
             assert convolutions.fp32_precision == "tf32"
         finally:
