@@ -12,8 +12,8 @@ __all__ = ["DIT", "dit"]
 def dit(adaln: Literal["muon", "adamw"] = "muon") -> tuple[Rule, ...]:
     """Rules for Diffusion Transformers, by the published DiT's names and by those of diffusers.
 
-    Attention, MLP and adaLN matrices of the blocks go to Muon, a fused qkv in 3 chunks and adaLN in 6; embeddings,
-    positions, the final layer and all vectors to AdamW.
+    Attention, MLP and adaLN matrices of the blocks go to Muon, a fused qkv in 3 chunks, adaLN in 6, the fused first
+    two of a SwiGLU in 2; embeddings, positions, the final layer and all vectors to AdamW.
 
     Args:
         adaln: where the adaLN modulation of the blocks goes. It is a third of a block's parameters.
@@ -33,6 +33,9 @@ def dit(adaln: Literal["muon", "adamw"] = "muon") -> tuple[Rule, ...]:
         Rule(r"\.attn\.proj\.", "muon", what="attention out", optional=optional),
         Rule(r"\.attn\d\.to_(q|k|v)\.", "muon", what="attention q, k, v", optional=optional),
         Rule(r"\.attn\d\.to_out\.", "muon", what="attention out", optional=optional),
+        Rule(
+            r"\.mlp\.w12\.", "muon", chunks=2, what="MLP, gate and up", optional=optional
+        ),  # SwiGLU's first two, fused
         Rule(r"\.mlp\.fc\d\.|\.ff\.net\.|\.mlp\.w\d+\.", "muon", what="MLP", optional=optional),
         Rule(
             r"\.adaLN_modulation\.|\.norm\d\.linear\.",

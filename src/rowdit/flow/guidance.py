@@ -19,13 +19,13 @@ def drop_labels(y: Tensor, u: Tensor, probability: float, num_classes: int) -> T
     """Replace the class of an image by the null class where u < probability.
 
     Args:
-        y: (B,) int64 classes.
+        y: (B,) int64 classes; or (B, E) embeddings of captions, whose null is zeros (num_classes is 0 then).
         u: (B,) uniform in [0, 1), ``streams.uniform(seed, "class_dropout", positions)``.
         probability: in [0, 1]; 0 drops none, 1 all.
         num_classes: the number of the null class.
 
     Returns:
-        (B,) int64, a new tensor.
+        Of y's shape and dtype, a new tensor.
 
     Raises:
         ValueError: a probability outside [0, 1], or shapes that differ.
@@ -36,9 +36,10 @@ def drop_labels(y: Tensor, u: Tensor, probability: float, num_classes: int) -> T
     """
     if not 0 <= probability <= 1:
         raise ValueError(f"class dropout probability is {probability}; it must lie in [0, 1]")
-    if u.shape != y.shape:
+    if u.shape != y.shape[:1]:
         raise ValueError(f"u has shape {tuple(u.shape)} but the labels {tuple(y.shape)}; one number for each label")
-    return torch.where(u.to(y.device) < probability, num_classes, y)
+    dropped = (u.to(y.device) < probability).view(-1, *(1 for _ in y.shape[1:]))
+    return torch.where(dropped, num_classes, y)
 
 
 def guided_velocity(

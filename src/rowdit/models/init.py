@@ -16,8 +16,8 @@ from rowdit import streams
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int, rows: Sequence[int] | None = None) -> Tensor:
-    """Initial value of the parameter ``name``: adaLN, final layer and biases zero; time and class embeddings normal,
-    deviation 0.02; all other matrices Xavier-uniform over the flattened (out, in).
+    """Initial value of the parameter ``name``: adaLN, final layer and biases zero; scales of norms one; time, class and
+    caption embeddings normal, deviation 0.02; all other matrices Xavier-uniform over the flattened (out, in).
 
     Args:
         name: the parameter's name in :class:`DiT`.
@@ -31,6 +31,8 @@ def initial_value(name: str, shape: Sequence[int], seed: int, rows: Sequence[int
     rows = range(shape[0]) if rows is None else rows
     if name.endswith("bias") or "adaLN_modulation" in name or name.startswith("final_layer"):
         return torch.zeros(len(rows), *shape[1:], device="cpu")
+    if name.endswith("_norm.weight"):
+        return torch.ones(len(rows), *shape[1:], device="cpu")
     if name.startswith(("t_embedder", "y_embedder")):
         return streams.normal(seed, f"init/{name}", rows, shape[1:]).mul_(0.02)
     bound = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))

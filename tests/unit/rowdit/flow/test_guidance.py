@@ -89,6 +89,12 @@ def test_class_dropout():
     assert torch.equal(y, kept) and drop_labels(y, u, 0.5, NUM_CLASSES).dtype == torch.int64
 
 
+def test_a_dropped_caption_is_zeros():
+    captions = torch.arange(6.0).view(3, 2) + 1
+    dropped = drop_labels(captions, torch.tensor([0.05, 0.5, 0.01]), 0.1, num_classes=0)
+    assert dropped.tolist() == [[0.0, 0.0], [3.0, 4.0], [0.0, 0.0]]
+
+
 def test_class_dropout_drops_its_share():
     positions = range(20_000)
     dropped = drop_labels(torch.zeros(20_000, dtype=torch.int64), uniform(0, "class_dropout", positions), 0.1, 10)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from reference.dit import reference
 from rowdit.models import DiT, DiTConfig
+from rowdit.models.dit import rotate, rotation
 from rowdit.models.init import initial_value, sincos_positions
 
 SMALL = DiTConfig(
@@ -29,61 +31,11 @@ def inputs(config: DiTConfig, batch: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(batch, config.in_channels, config.image_size, config.image_size, generator=generator)
     y = torch.randint(0, config.num_classes + 1, (batch,), generator=generator)
-    return x, torch.rand(batch, generator=generator), y
-
-
-# ---- a slow float64 DiT for one image, straight from the paper's figure, by the published parameter names
-
-
-def norm(rows: Tensor) -> Tensor:
-    centred = rows - rows.mean(1, keepdim=True)
-    return centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt()
-
-
-def reference(state: dict[str, Tensor], config: DiTConfig, image: Tensor, t: float, label: int) -> Tensor:
-    state = {name: tensor.double() for name, tensor in state.items()}
-    P, C, side, heads = config.patch_size, config.in_channels, config.image_size // config.patch_size, config.num_heads
-
-    def linear(name: str, v: Tensor) -> Tensor:
-        return v @ state[f"{name}.weight"].T + state[f"{name}.bias"]
-
-    def silu(v: Tensor) -> Tensor:
-        return v / (1 + (-v).exp())
-
-    angles = [1000 * t * 10_000 ** (-i / 128) for i in range(128)]
-    embedding = torch.tensor([math.cos(a) for a in angles] + [math.sin(a) for a in angles], dtype=torch.float64)
-    c = linear("t_embedder.mlp.2", silu(linear("t_embedder.mlp.0", embedding)))
-    c = c + state["y_embedder.embedding_table.weight"][label]
-
-    tokens = []
-    for row in range(side):
-        for column in range(side):
-            patch = image.double()[:, row * P : (row + 1) * P, column * P : (column + 1) * P]
-            tokens.append((state["x_embedder.proj.weight"] * patch).sum((1, 2, 3)) + state["x_embedder.proj.bias"])
-    x = torch.stack(tokens) + state["pos_embed"][0]
-
-    for i in range(config.depth):
-        block = f"blocks.{i}"
-        shift1, scale1, gate1, shift2, scale2, gate2 = linear(f"{block}.adaLN_modulation.1", silu(c)).chunk(6)
-        q, k, v = linear(f"{block}.attn.qkv", norm(x) * (1 + scale1) + shift1).chunk(3, dim=1)
-        outputs = []
-        for q_h, k_h, v_h in zip(q.chunk(heads, 1), k.chunk(heads, 1), v.chunk(heads, 1), strict=True):
-            scores = q_h @ k_h.T / math.sqrt(q_h.shape[1])
-            outputs.append(torch.softmax(scores, dim=1) @ v_h)
-        x = x + gate1 * linear(f"{block}.attn.proj", torch.cat(outputs, 1))
-        hidden = linear(f"{block}.mlp.fc1", norm(x) * (1 + scale2) + shift2)
-        hidden = hidden / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
-        x = x + gate2 * linear(f"{block}.mlp.fc2", hidden)
-
-    shift, scale = linear("final_layer.adaLN_modulation.1", silu(c)).chunk(2)
-    out = linear("final_layer.linear", norm(x) * (1 + scale) + shift)
-    channels = 2 * C if config.learn_sigma else C
-    image_out = torch.empty(C, side * P, side * P, dtype=torch.float64)
-    for token in range(side * side):
-        row, column = divmod(token, side)
-        patch = out[token].view(P, P, channels)[:, :, :C].permute(2, 0, 1)
-        image_out[:, row * P : (row + 1) * P, column * P : (column + 1) * P] = patch
-    return image_out
+    t = torch.rand(batch, generator=generator)
+    if config.caption_dim is not None:
+        y = torch.randn(batch, config.caption_dim, generator=generator)
+        y[0] = 0  # no caption
+    return x, t, y
 
 
 @pytest.mark.parametrize("learn_sigma", [False, True])
@@ -94,11 +46,81 @@ def test_forward_equals_the_reference(config, learn_sigma):
     config = dataclasses.replace(config, learn_sigma=learn_sigma)
     model = randomised(config).double()
     x, t, y = inputs(config)
-    got = model(x.double(), t, y)
+    got = model(x.double(), t, y, all_channels=True)
+    assert torch.equal(got[:, : config.in_channels], model(x.double(), t, y))
     for i in range(len(x)):
-        expected = reference(model.state_dict(), config, x[i], t[i].item(), y[i].item())
+        expected = reference(model.state_dict(), config, x[i], t[i].item(), y[i])
         # Only the time embedding is float32 (angles up to 1000, rounded to 3e-5); everything else is float64.
         torch.testing.assert_close(got[i], expected, rtol=1e-3, atol=1e-3)
+
+
+OPTIONS = {
+    "qk_norm": {"qk_norm": True},
+    "rope": {"positions": "rope"},
+    "swiglu": {"mlp": "swiglu"},
+    "captions": {"num_classes": 0, "caption_dim": 7},
+    "time_shift": {"time_shift": 1},
+    "all": {"qk_norm": True, "positions": "rope", "mlp": "swiglu", "num_classes": 0, "caption_dim": 7},
+}
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=list(OPTIONS))
+def test_options_equal_the_reference(changes):
+    config = dataclasses.replace(SMALL, **changes)
+    model = randomised(config).double()
+    x, t, y = inputs(config)
+    if "time_shift" not in changes:
+        t = torch.zeros_like(t)  # the embedding of other times is float32
+    got = model(x.double(), t, y)
+    for i in range(len(x)):
+        expected = reference(model.state_dict(), config, x[i], t[i].item(), y[i])
+        tolerance = {"rtol": 1e-3, "atol": 1e-3} if "time_shift" in changes else {"rtol": 2e-6, "atol": 2e-6}
+        torch.testing.assert_close(got[i], expected, **tolerance)  # rotations are float32
+    plain = randomised(SMALL).double()
+    if "caption_dim" not in changes:
+        assert not torch.allclose(got, plain(x.double(), t, y), atol=1e-3)
+
+
+def test_rotations_tell_where_tokens_are_and_keep_lengths():
+    turned = rotate(torch.ones(1, 1, 9, 8), rotation(3, 8, torch.device("cpu")))[0, 0]
+    assert len(torch.unique(turned.round(decimals=4), dim=0)) == 9
+    torch.testing.assert_close(turned.square().sum(-1), torch.full((9,), 8.0))
+    # what attention sees depends on the distance alone: from (0, 0) to (1, 2) as from (1, 0) to (2, 2)
+    dots = turned @ turned.T
+    torch.testing.assert_close(dots[0, 5], dots[3, 8])
+
+
+def test_a_caption_of_zeros_is_the_null_caption():
+    config = dataclasses.replace(SMALL, num_classes=0, caption_dim=7)
+    model = randomised(config)
+    x, t, _ = inputs(config, batch=3)
+    x, t = x[:1].expand(3, -1, -1, -1), t[:1].expand(3)
+    null = model.y_embedder.null_embedding.detach()
+    none, given, other = model(x, t, torch.stack([torch.zeros(7), null, null + 1]))
+    torch.testing.assert_close(none, given)
+    assert not torch.allclose(none, other)
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=list(OPTIONS))
+def test_options_start_and_train(changes):
+    config = dataclasses.replace(SMALL, **changes)
+    with torch.device("meta"):
+        model = DiT(config)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    x, t, y = inputs(config)
+    assert torch.equal(model(x, t, y), torch.zeros_like(x))
+    model = randomised(config)
+    model(x, t, y).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+def test_swiglu_has_about_as_many_parameters_as_gelu():
+    plain, gated = (DiTConfig(8, 4, 2, 384, 1, 6, 10, mlp=mlp) for mlp in ("gelu", "swiglu"))
+    with torch.device("meta"):
+        numbers = [sum(p.numel() for p in DiT(config).blocks.parameters()) for config in (plain, gated)]
+    assert (plain.mlp_size, gated.mlp_size) == (1536, 1024)
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-3)
 
 
 def test_forward_equals_the_reference_to_float64_where_the_angles_are_exact():
@@ -106,7 +128,7 @@ def test_forward_equals_the_reference_to_float64_where_the_angles_are_exact():
     x, _, y = inputs(SMALL)
     got = model(x.double(), torch.zeros(len(x)), y)
     for i in range(len(x)):
-        torch.testing.assert_close(got[i], reference(model.state_dict(), SMALL, x[i], 0.0, y[i].item()))
+        torch.testing.assert_close(got[i], reference(model.state_dict(), SMALL, x[i], 0.0, y[i]))
 
 
 def test_parameter_names_are_the_published_ones():
@@ -250,6 +272,13 @@ def test_any_size_channels_and_classes(image_size, in_channels, patch_size, num_
         ({"hidden_size": 6, "num_heads": 2}, "4 and 8"),
         ({"depth": 0}, "depth is 0"),
         ({"num_classes": -1}, "num_classes is -1"),
+        ({"num_classes": 0}, "num_classes is 0; .* or caption_dim given"),
+        ({"caption_dim": 8}, "num_classes is 4 and caption_dim 8; .* set num_classes to 0"),
+        ({"num_classes": 0, "caption_dim": 0}, "caption_dim is 0"),
+        ({"positions": "rope", "hidden_size": 16, "num_heads": 8}, "16 isn't a multiple of 4 times num_heads 8"),
+        ({"positions": "rotary"}, "positions is 'rotary'; it must be 'sincos' or 'rope'"),
+        ({"mlp": "relu"}, "mlp is 'relu'"),
+        ({"time_shift": 2}, "time_shift is 2"),
         ({"mlp_ratio": 0.0}, "mlp_ratio is 0"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio is nan; it must be finite"),
         ({"mlp_ratio": float("inf")}, "mlp_ratio is inf; it must be finite"),

@@ -14,8 +14,10 @@ from rowdit.models import DiT, DiTConfig, forward_flops, preset
         preset("toy"),
         preset("S/4", depth=2),
         DiTConfig(12, 3, 2, hidden_size=24, depth=3, num_heads=2, num_classes=5, mlp_ratio=2.5, learn_sigma=True),
+        DiTConfig(8, 3, 2, 32, depth=2, num_heads=2, num_classes=5, qk_norm=True, positions="rope", mlp="swiglu"),
+        DiTConfig(8, 3, 2, 32, depth=1, num_heads=2, num_classes=0, caption_dim=24),
     ],
-    ids=["toy", "S/4", "odd"],
+    ids=["toy", "S/4", "odd", "options", "captions"],
 )
 @pytest.mark.parametrize("batch", [1, 3])
 def test_equal_to_the_flops_that_torch_counts(config, batch):
@@ -23,7 +25,9 @@ def test_equal_to_the_flops_that_torch_counts(config, batch):
     x = torch.zeros(batch, config.in_channels, config.image_size, config.image_size)
     # torch's counter knows nothing of the CPU's fused attention, so attention is made of its matrix products here.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(x, torch.zeros(batch), torch.zeros(batch, dtype=torch.int64))
+        captions = config.caption_dim is not None
+        y = torch.ones(batch, config.caption_dim) if captions else torch.zeros(batch, dtype=torch.int64)
+        model(x, torch.zeros(batch), y)
     assert counter.get_total_flops() == batch * forward_flops(config)
 
 
