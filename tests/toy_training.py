@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rowdit.data import ArrayDataset
 from rowdit.models.dit import DiTConfig
 from rowdit.study.comparison import Comparison
+from rowdit.train import checkpoint
 from rowdit.train.config import DataConfig, EvaluateConfig, OptimizerConfig, RunConfig, TrainConfig
 
 OPTIMIZERS = {
@@ -56,3 +59,25 @@ def toy_dataset(num_images: int = 40, seed: int = 0) -> ArrayDataset:
 def with_optimizer(config: RunConfig, **fields: Any) -> RunConfig:
     """The same run with fields of its optimizer replaced."""
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **fields))
+
+
+def saved_state(run: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What a run's checkpoint holds, the newest one's by default: whole tensors by name, and the plain values.
+
+    Where it was computed (the number of ranks, the `parallel` section, the files) is left out.
+    """
+    found = checkpoint.find(run, step)
+    tensors = {
+        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in checkpoint.saved_tensors(found).items()
+    }
+    checkpoint.read_tensors(found, tensors)
+    header = checkpoint.read_header(found)
+    header["config"].pop("parallel")
+    return tensors, {key: value for key, value in header.items() if key not in ("files", "num_ranks")}
+
+
+def same_state(a: Path, b: Path) -> bool:
+    """Whether the newest checkpoints of two runs hold the same, to the bit."""
+    (tensors, values), (other_tensors, other_values) = saved_state(a), saved_state(b)
+    same = tensors.keys() == other_tensors.keys() and values == other_values
+    return same and all(torch.equal(tensors[name], other_tensors[name]) for name in tensors)

@@ -1,12 +1,14 @@
-"""Checkpoints: the whole state of a run, written whole or not at all, read without executing anything.
+"""Checkpoints: the whole state of a run, written whole or not at all, at any number of ranks, read at any other.
 
-    CHECKPOINTS/step_000400/
-        model.safetensors       and ema.safetensors, optimizer.safetensors
-        state.json              counters, optimizer groups, config, sizes of the files
+    RUN/checkpoints/step-0000400/
+        *.distcp, .metadata     tensors by name, each rank's shards, as `torch.distributed.checkpoint` (DCP) writes them
+        state.json              counters and other plain values, the config, the sizes of the files; written last
 
-A checkpoint is written into a hidden folder beside, flushed to the disk, and renamed: a folder that is named
-`step_...` is complete, whatever killed the process. The newest is the one with the largest step, never the largest or
-the youngest file. Tensors are safetensors and the rest is JSON, so loading a checkpoint runs no code.
+A checkpoint is written into a hidden folder beside, flushed to the disk, and renamed by the main rank: a folder that is
+named `step-...` is complete, whatever killed the processes. The newest is the one with the largest step, never the
+largest or the youngest file. All ranks must see the same folder (a shared file system, on more than one machine).
+
+DCP pickles its `.metadata`, so load checkpoints that you trust; an export (`rowdit.train.export`) is for passing on.
 """
 
 from __future__ import annotations
@@ -16,20 +18,25 @@ import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from rowdit.train.config import RunConfig, to_dict
-from rowdit.train.step import TrainState
+from rowdit.models.dit import DiT
+from rowdit.train.config import ConfigError, RunConfig, from_dict, to_dict
+from rowdit.train.log import write_json
+from rowdit.train.state import TrainState, destinations, take_values, tensors_of, values_of
+from rowdit.train.world import World
 
-FORMAT = 1
-_NAME = re.compile(r"step_(\d{6,})")
-_COUNTERS = ("step", "images_seen", "num_updates", "num_skipped", "num_skipped_in_row")
+FORMAT = 2
+_NAME = re.compile(r"step-(\d{7,})")
 
 
 class CheckpointError(RuntimeError):
@@ -44,68 +51,181 @@ class Checkpoint:
     step: int
 
 
-def save(folder: Path, state: TrainState, config: RunConfig, *, keep: int = 2) -> Checkpoint:
-    """Writes the whole state as `folder/step_XXXXXX` and removes all but the `keep` newest checkpoints.
+class Saver:
+    """Writes the checkpoints of a run; all ranks call it alike.
 
-    Raises:
-        CheckpointError: it couldn't be written (a full disk, say). Older checkpoints are untouched then.
+    Args:
+        folder: of the checkpoints, `RUN/checkpoints`.
+        world: the ranks.
+        keep: newest complete checkpoints that are kept.
+        asynchronous: copy the state to the CPU, then write while training goes on. The checkpoint is complete when a
+            later call of `poll`, `wait` or `save` finds it written.
     """
-    final = folder / f"step_{state.step:06d}"
-    beside = folder / f".writing_{final.name}"
-    files, header = _pack(state)
-    header |= {"format": FORMAT, "config": to_dict(config), "files": {name: len(b) for name, b in files.items()}}
-    files["state.json"] = (json.dumps(header, indent=1) + "\n").encode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        beside.mkdir()
-        for name, content in files.items():
-            _write(beside / name, content)
-        _sync(beside)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(beside, final)
-        _sync(folder)
-    except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise CheckpointError(_explain(error, final, sum(map(len, files.values())), newest(folder))) from error
-    for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old.path, ignore_errors=True)
-    return Checkpoint(final, state.step)
+
+    def __init__(self, folder: Path, world: World | None = None, *, keep: int = 2, asynchronous: bool = False) -> None:
+        self.folder, self.world, self.keep, self.asynchronous = folder, world or World(), keep, asynchronous
+        self._pending: tuple[Future[Any], int, dict[str, Any]] | None = None
+
+    def save(self, state: TrainState, config: RunConfig) -> None:
+        """Saves the state as `folder/step-XXXXXXX`.
+
+        Raises:
+            CheckpointError: it couldn't be written (a full disk, say), on all ranks. Older ones are untouched then.
+        """
+        self.wait()
+        header = values_of(state) | {"format": FORMAT, "config": to_dict(config), "num_ranks": self.world.size}
+        tensors = tensors_of(state)
+        with self._explained(state.step, tensors):
+            if self.world.is_main:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(self.folder)
+            written = _write_tensors(tensors, self._beside(state.step), self.world, self.asynchronous)
+        self._pending = (written, state.step, header)
+        if not self.asynchronous:
+            self.wait()
+
+    def poll(self) -> None:
+        """Completes a checkpoint that has been written meanwhile; never waits, and sends nothing."""
+        if self._pending and self._pending[0].done() and self.world.is_main:
+            self._complete()
+
+    def wait(self) -> None:
+        """Until the checkpoint under way, if there is one, is complete."""
+        if self._pending is None and not self.asynchronous:
+            return
+        try:
+            self._complete()
+        except CheckpointError as error:
+            problem: str | None = str(error)
+        else:
+            problem = None
+        # What is renamed is the main rank's to say; and nobody goes on before it is there.
+        problem = self.world.share(problem) or problem
+        if problem:
+            raise CheckpointError(problem)
+
+    def _complete(self) -> None:
+        if self._pending is None:
+            return
+        written, step, header = self._pending
+        self._pending = None
+        with self._explained(step, {}):
+            written.result()
+            if self.world.is_main:
+                publish(self._beside(step), self.folder / _folder_name(step), header)
+                for old in complete_ones(self.folder)[: -self.keep]:
+                    shutil.rmtree(old.path, ignore_errors=True)
+
+    def _beside(self, step: int) -> Path:
+        return self.folder / f".writing-{_folder_name(step)}"
+
+    @contextmanager
+    def _explained(self, step: int, tensors: dict[str, Tensor]) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and not hasattr(error, "failures"):
+                raise  # an interrupt; DCP's own error, which has `failures`, is no Exception either
+            cause = _os_error(error)
+            no_room = shutil.disk_usage(self.folder).free < 1 << 16 if self.folder.exists() else False
+            if cause is None and not no_room:
+                raise
+            if self.world.is_main:
+                shutil.rmtree(self._beside(step), ignore_errors=True)
+            path = self.folder / _folder_name(step)
+            raise CheckpointError(_explain(cause, no_room, path, newest(self.folder))) from error
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:07d}"
+
+
+def _write_tensors(tensors: dict[str, Tensor], folder: Path, world: World, asynchronous: bool) -> Future[Any]:
+    """Each rank writes its shards into the folder; the future ends when all have."""
+    import torch.distributed.checkpoint as dcp
+
+    group = world.checkpoint_group
+    options: dict[str, Any] = {
+        "storage_writer": dcp.FileSystemWriter(folder),
+        "process_group": group,
+        "no_dist": group is None,
+    }
+    _quieten()
+    if asynchronous:
+        written = dcp.async_save(tensors, **options)
+        assert isinstance(written, Future)
+        return written
+    done: Future[Any] = Future()
+    done.set_result(dcp.save(tensors, **options))
+    return done
+
+
+def _quieten() -> None:
+    """Leaves out DCP's note that one process saves or loads alone; also in its threads, so for good."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def publish(beside: Path, final: Path, header: dict[str, Any]) -> None:
+    """Makes a written folder a complete checkpoint: its header, then its name."""
+    files = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
+    write_json(beside / "state.json", header | {"files": files})
+    _sync(beside)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(beside, final)
+    _sync(final.parent)
 
 
 def newest(folder: Path) -> Checkpoint | None:
     """The complete checkpoint with the largest step, or None."""
-    complete = _complete(folder)
+    complete = complete_ones(folder)
     return complete[-1] if complete else None
 
 
-def load(checkpoint: Checkpoint, state: TrainState) -> None:
-    """Puts the saved state into `state`, whose model, optimizer and average were built from the same config.
+def complete_ones(folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints by step."""
+    if not folder.is_dir():
+        return []
+    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    checkpoints = [Checkpoint(path, int(m[1])) for path, m in found if m and (path / "state.json").is_file()]
+    return sorted(checkpoints, key=lambda c: c.step)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Half-written checkpoints of killed processes."""
+    for path in folder.glob(".writing-step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def load(checkpoint: Checkpoint, state: TrainState, world: World | None = None) -> None:
+    """Puts the saved state into `state`, which was built from the same config, on any number of ranks.
 
     Raises:
         CheckpointError: a file is missing, cut short or of another model; the file is named.
     """
     header = read_header(checkpoint)
-    tensors = {}
-    for name in ("model", "ema", "optimizer"):
-        path = checkpoint.path / f"{name}.safetensors"
-        try:
-            tensors[name] = safetensors.torch.load_file(path)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"can't read {path}: {error}") from error
+    saved = saved_tensors(checkpoint)
     try:
-        state.model.load_state_dict(tensors["model"])
-        state.optimizer.load_state_dict(_decode(header["optimizer"], tensors["optimizer"]))
-        state.ema.load_state_dict(tensors["ema"], header["ema_num_updates"])
+        tensors = destinations(state, saved)
+        read_tensors(checkpoint, tensors, world)
+        with torch.no_grad():
+            take_values(state, tensors, header)
     except (RuntimeError, ValueError, KeyError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{checkpoint.path} doesn't fit this run: {' '.join(str(error).split())}") from error
-    for name in _COUNTERS:
-        setattr(state, name, header[name])
 
 
 def read_header(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The counters and the config of a checkpoint, after checking that its files have the sizes that were written."""
+    """The plain values and the config of a checkpoint, after checking that its files have the sizes that were written.
+
+    Raises:
+        CheckpointError: a file can't be read, is cut short, or is of another version.
+    """
     path = checkpoint.path / "state.json"
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
@@ -123,77 +243,91 @@ def read_header(checkpoint: Checkpoint) -> dict[str, Any]:
     return header
 
 
-def _complete(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints by step."""
-    if not folder.is_dir():
-        return []
-    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
-    checkpoints = [Checkpoint(path, int(m[1])) for path, m in found if m and (path / "state.json").is_file()]
-    return sorted(checkpoints, key=lambda c: c.step)
+def saved_tensors(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Global shape and dtype of each tensor in a checkpoint, by name."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-
-def _pack(state: TrainState) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files' contents and the header."""
-    optimizer_tensors: dict[str, Tensor] = {}
-    header = {name: getattr(state, name) for name in _COUNTERS}
-    header["ema_num_updates"] = state.ema.num_updates
-    header["optimizer"] = _encode(state.optimizer.state_dict(), "", optimizer_tensors)
-    groups = {
-        "model.safetensors": state.model.state_dict(),
-        "ema.safetensors": state.ema.state_dict(),
-        "optimizer.safetensors": optimizer_tensors,
+    entries = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
-    return {name: safetensors.torch.save(_plain(tensors)) for name, tensors in groups.items()}, header
 
 
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies on the CPU: safetensors refuses views and tensors that share memory."""
-    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World | None = None) -> None:
+    """Fills tensors, plain or sharded, with those of the same names; every rank reads what it needs."""
+    import torch.distributed.checkpoint as dcp
+
+    group = world.checkpoint_group if world else None
+    _quieten()
+    reader = dcp.FileSystemReader(checkpoint.path)
+    dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for a nested optimizer state; tensors move to `tensors`, and what JSON lacks is tagged."""
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"__tensor__": path}
-    if isinstance(value, dict):
-        return {"__dict__": [[k, _encode(v, f"{path}.{k}" if path else str(k), tensors)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        items = [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
-        return {"__tuple__": items} if isinstance(value, tuple) else items
-    if isinstance(value, torch.dtype):
-        return {"__dtype__": str(value).removeprefix("torch.")}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise CheckpointError(
-        f"optimizer state {path!r} is a {type(value).__name__}; checkpoints hold tensors and plain data"
-    )
+def find(run: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint of a run at a step; the newest for None.
+
+    Raises:
+        CheckpointError: there is none; the steps that there are are named.
+    """
+    there = complete_ones(run / "checkpoints")
+    wanted = there[-1:] if step is None else [checkpoint for checkpoint in there if checkpoint.step == step]
+    if wanted:
+        return wanted[0]
+    steps = ", ".join(str(checkpoint.step) for checkpoint in there) or "none"
+    raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; complete are: {steps}")
 
 
-def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `_encode`."""
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((tag, content),) = value.items()
-    match tag:
-        case "__tensor__":
-            return tensors[content]
-        case "__dict__":
-            return {k: _decode(v, tensors) for k, v in content}
-        case "__tuple__":
-            return tuple(_decode(item, tensors) for item in content)
-        case "__dtype__":
-            return getattr(torch, content)
-    raise ValueError(f"unknown tag {tag!r} in the optimizer state")
+def load_model(run: Path, which: str = "ema", *, step: int | None = None, device: torch.device | str = "cpu") -> DiT:
+    """The model of a run, plain and whole, whatever number of ranks trained it.
+
+    Args:
+        run: the run's folder.
+        which: `"ema"`, the evaluated average; `"model"`, the weights as trained; or another average's label, such as
+            `"ema_0.999"`.
+        step: of the checkpoint; None is the newest.
+        device: where to put it.
+
+    Returns:
+        In eval mode; its shape is `model.config`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or no such average in it.
+    """
+    checkpoint = find(run, step)
+    config = run_config(checkpoint)
+    with torch.device("meta"):
+        model = DiT(config.model)
+    model.to_empty(device=device)
+    model.init_buffers()
+    fill_model(checkpoint, model, which)
+    return model.eval()
 
 
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def fill_model(checkpoint: Checkpoint, model: DiT, which: str) -> None:
+    """Reads the weights, or one of the averages, into a plain model of the checkpoint's config."""
+    saved = saved_tensors(checkpoint)
+    labels = sorted({"model", *read_header(checkpoint)["averages"]})
+    if which not in labels:
+        raise CheckpointError(f"{checkpoint.path} holds no {which!r}; it holds {', '.join(labels)}")
+    # Frozen parameters have no average: they are as they are.
+    names = {name: f"{which}.{name}" for name, _ in model.named_parameters()}
+    names = {name: full if full in saved else f"model.{name}" for name, full in names.items()}
+    read_tensors(checkpoint, {names[name]: p.detach() for name, p in model.named_parameters()})
+
+
+def run_config(checkpoint: Checkpoint) -> RunConfig:
+    """The config that a checkpoint was trained with."""
+    try:
+        return from_dict(RunConfig, read_header(checkpoint)["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint.path / 'state.json'}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# errors and the disk
 
 
 def _sync(folder: Path) -> None:
@@ -205,13 +339,20 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Half-written checkpoints of killed processes."""
-    for path in folder.glob(".writing_step_*"):
-        shutil.rmtree(path, ignore_errors=True)
+def _os_error(error: BaseException) -> OSError | None:
+    """The error of the operating system behind what DCP raises."""
+    if isinstance(error, OSError):
+        return error
+    inner = [failure[0] for failure in getattr(error, "failures", {}).values()]
+    for cause in [*inner, error.__cause__, error.__context__]:
+        found = _os_error(cause) if cause is not None else None
+        if found:
+            return found
+    return None
 
 
-def _explain(error: OSError, path: Path, num_bytes: int, last: Checkpoint | None) -> str:
-    reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error)
+def _explain(error: OSError | None, no_room: bool, path: Path, last: Checkpoint | None) -> str:
+    full = no_room or (error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT))
+    reason = "the disk is full" if full else str(error)
     kept = f"the last good checkpoint, {last.path}, is kept" if last else "there is no earlier checkpoint"
-    return f"can't write {path} ({num_bytes / 1e6:.1f} MB): {reason}; {kept}. Make room and run the same command again."
+    return f"can't write {path}: {reason}; {kept}. Make room and run the same command again."

@@ -1,4 +1,4 @@
-"""The one description of a run: five frozen sections, checked when they are made, read from and written to JSON.
+"""The one description of a run: six frozen sections, checked when they are made, read from and written to JSON.
 
 A run is a value. `RunConfig` holds everything that changes what the weights will be, and nothing that doesn't (where
 to write, how many threads), so that two runs with equal configs are the same run and may be resumed into each other.
@@ -10,24 +10,34 @@ names the key, the value and the nearest valid choice: a typing error never trai
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
-import types
-import typing
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import rowmuon
 from rowdit.models.dit import DiTConfig
+from rowdit.models.parallel import ParallelConfig
+from rowdit.train.plain import ConfigError, differences, flatten, from_dict, nearest, to_dict
+from rowdit.train.posthoc import LARGEST_STD
+
+__all__ = [
+    "OPTIMIZERS",
+    "ConfigError",
+    "DataConfig",
+    "EvaluateConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "TrainConfig",
+    "differences",
+    "flatten",
+    "from_dict",
+    "nearest",
+    "to_dict",
+]
 
 OPTIMIZERS = ("adamw", "muon", "periodic")
+SCHEDULES = ("constant", "cosine", "trapezoid", "inverse_sqrt")
 CHEAP_STEPS = ("row", "sign", "blocks", "gram")
-
-
-class ConfigError(ValueError):
-    """A config that can't be run; the message names the key, the value and the way out."""
 
 
 def _check(section: object, name: str, ok: bool, wanted: str) -> None:
@@ -41,11 +51,16 @@ class DataConfig:
 
     Args:
         source: what `rowdit.data.open_dataset` takes: `"bundled"`, `"fashion-mnist[:FOLDER]"` or `"folder:PATH"`.
+        flip: mirror each image left to right with probability 1/2, anew each time it comes. Wrong for writing.
+        num_workers: processes that read ahead on each rank; 0 reads between the steps.
     """
 
     source: str = "bundled"
+    flip: bool = False
+    num_workers: int = 0
 
     def __post_init__(self) -> None:
+        _check(self, "num_workers", self.num_workers >= 0, "an integer >= 0")
         _check(self, "source", bool(self.source), "the name of a data source, such as 'bundled' or 'folder:PATH'")
 
 
@@ -151,18 +166,26 @@ class TrainConfig:
 
     Args:
         batch_size: images per optimizer step, over all ranks and micro-batches. > 0.
-        micro_batch_size: images per forward pass; None takes the whole batch. Changes memory, not the result.
+        micro_batch_size: images per forward pass on each rank; None takes the rank's whole share of the batch. Changes
+            memory, not the result.
         steps: optimizer steps of the whole run. > 0.
         seed: of the initial weights, data order, noise, times and class dropout.
         ema_decay: of the averaged weights, in [0, 1); ramped up at the start, see `rowdit.train.ema`.
+        ema_decays: of further averages, kept beside and saved.
+        ema_stds: widths of power-function averages, in (0, 0.288); of two, any other can be put together afterwards.
+        ema_snapshot_every: steps between the snapshots of those that this needs; 0 takes none.
         class_dropout: share of labels replaced by the null class, in [0, 1).
         time_sampling: density of t in [0, 1]: `"uniform"` or `"logit_normal"`.
         schedule: of the learning rates, after a linear warm-up of `warmup_steps`: `"constant"`, `"cosine"` down to
-            `final_lr_factor` at the last step, or `"trapezoid"`: constant, then linear over the last `decay_fraction`.
+            `final_lr_factor` at the last step, `"trapezoid"`: constant, then linear over the last `decay_fraction`, or
+            `"inverse_sqrt"`: constant up to `reference_steps`, then falling with the root of the steps.
         grad_clip: largest global norm of the raw gradient; null doesn't clip. > 0.
-        max_skipped_in_row: a step with a non-finite gradient is skipped; after this many in a row the run stops. >= 1.
+        skip_grad_norm: a step whose gradient has a larger norm is skipped, as one that isn't finite is; null skips
+            none for its size. > 0.
+        max_skipped_in_row: after this many skipped steps in a row the run stops. >= 1.
         checkpoint_every: steps between checkpoints. > 0.
         keep_checkpoints: newest complete checkpoints to keep. >= 1.
+        async_checkpoints: write them beside the training, from a copy of the state on the CPU.
     """
 
     batch_size: int = 64
@@ -170,16 +193,22 @@ class TrainConfig:
     steps: int = 1000
     seed: int = 0
     ema_decay: float = 0.99
+    ema_decays: tuple[float, ...] = ()
+    ema_stds: tuple[float, ...] = ()
+    ema_snapshot_every: int = 0
     class_dropout: float = 0.1
     time_sampling: Literal["uniform", "logit_normal"] = "uniform"
-    schedule: Literal["constant", "cosine", "trapezoid"] = "constant"
+    schedule: Literal["constant", "cosine", "trapezoid", "inverse_sqrt"] = "constant"
     warmup_steps: int = 0
+    reference_steps: int = 1000
     decay_fraction: float = 0.2
     final_lr_factor: float = 0.0
     grad_clip: float | None = 1.0
+    skip_grad_norm: float | None = None
     max_skipped_in_row: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
+    async_checkpoints: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped_in_row"):
@@ -190,11 +219,17 @@ class TrainConfig:
         _check(self, "ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
         _check(self, "class_dropout", 0 <= self.class_dropout < 1, "in [0, 1)")
         _check(self, "time_sampling", self.time_sampling in ("uniform", "logit_normal"), "uniform or logit_normal")
-        _check(self, "schedule", self.schedule in ("constant", "cosine", "trapezoid"), "constant, cosine or trapezoid")
+        _check(self, "schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        _check(self, "reference_steps", self.reference_steps >= 1, "an integer >= 1")
+        _check(self, "ema_decays", all(0 <= decay < 1 for decay in self.ema_decays), "numbers in [0, 1)")
+        _check(self, "ema_stds", all(0 < std < LARGEST_STD for std in self.ema_stds), "numbers in (0, 0.288)")
+        _check(self, "ema_snapshot_every", self.ema_snapshot_every >= 0, "an integer >= 0")
         _check(self, "warmup_steps", self.warmup_steps >= 0, "an integer >= 0")
         _check(self, "decay_fraction", 0 < self.decay_fraction <= 1, "in (0, 1]")
         _check(self, "final_lr_factor", 0 <= self.final_lr_factor <= 1, "in [0, 1]")
-        _check(self, "grad_clip", self.grad_clip is None or self.grad_clip > 0, "a number > 0, or null")
+        for name in ("grad_clip", "skip_grad_norm"):
+            value = getattr(self, name)
+            _check(self, name, value is None or value > 0, "a number > 0, or null")
 
 
 @dataclass(frozen=True)
@@ -211,6 +246,7 @@ class EvaluateConfig:
         time_shift: of the sampler's grid, see `rowdit.flow.time_grid`; 1 is the even grid. > 0.
         seed: of the samples' noise and of the validation noise; not the training seed, so runs can be compared.
         grid_images: images in the sample grid of each evaluation.
+        at_start: also evaluate at step 0, so that what doesn't fit into memory or can't work is seen at once.
     """
 
     num_evaluations: int = 4
@@ -223,6 +259,7 @@ class EvaluateConfig:
     time_shift: float = 1.0
     seed: int = 0
     grid_images: int = 40
+    at_start: bool = False
 
     def __post_init__(self) -> None:
         _check(self, "num_evaluations", self.num_evaluations >= 1, "an integer >= 1")
@@ -256,116 +293,4 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# to and from plain data
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """A config as JSON-able plain data: dicts, lists, numbers, strings, booleans, None."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def flatten(config: Any) -> dict[str, Any]:
-    """`{"train.steps": 1000, ...}`: one dotted key a leaf, for showing and comparing configs."""
-
-    def walk(value: Any, path: str) -> typing.Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from walk(item, f"{path}.{key}" if path else key)
-        else:
-            yield path, value
-
-    return dict(walk(config if isinstance(config, dict) else to_dict(config), ""))
-
-
-def differences(old: Any, new: Any, ignore: Collection[str] = ()) -> list[str]:
-    """Lines `key: old -> new` for every leaf in which two configs (or their dicts) differ, but for those to ignore."""
-    a, b = flatten(old), flatten(new)
-    absent = object()
-
-    def show(value: Any) -> str:
-        return "(absent)" if value is absent else json.dumps(value)
-
-    keys = sorted({*a, *b}.difference(ignore))
-    pairs = [(key, a.get(key, absent), b.get(key, absent)) for key in keys]
-    return [f"{key}: {show(x)} -> {show(y)}" for key, x, y in pairs if x != y]
-
-
-def from_dict(cls: type, data: Any, path: str = "") -> Any:
-    """Builds a config class from plain data, checking every key and value.
-
-    Raises:
-        ConfigError: for an unknown key (naming the nearest one), a missing one, a wrong type, a value out of range.
-    """
-    where = path or cls.__name__
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where} = {data!r}: must be a table of keys")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    prefix = f"{path}." if path else ""
-    for key in data:
-        if key not in fields:
-            raise ConfigError(f"unknown key {prefix}{key}{nearest(str(key), fields)}")
-    for name, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and name not in data:
-            raise ConfigError(f"missing key {prefix}{name}")
-    values = {key: _convert(hints[key], value, prefix + key) for key, value in data.items()}
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise ConfigError(f"{prefix}{error}" if path else str(error)) from None
-
-
-def nearest(name: str, choices: typing.Iterable[str]) -> str:
-    """`"; did you mean X?"`, or the whole list of choices when none is near."""
-    choices = list(choices)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(choices)}"
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    """`value` as what the annotation `hint` says, or a `ConfigError` that names `path`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return from_dict(typing.cast(type, hint), value, path)
-    if origin in (typing.Union, types.UnionType):
-        for option in args:
-            try:
-                return _convert(option, value, path)
-            except ConfigError:
-                continue
-    elif origin is Literal:
-        if value in args:
-            return value
-        raise ConfigError(f"{path} = {value!r}: unknown choice{nearest(str(value), map(str, args))}")
-    elif origin is tuple and isinstance(value, (list, tuple)):
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_convert(args[0], item, f"{path}[{i}]") for i, item in enumerate(value))
-        if len(args) == len(value):
-            return tuple(
-                _convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, value, strict=True))
-            )
-    elif origin is dict and isinstance(value, dict):
-        return {key: _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
-    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    elif hint is type(None) and value is None:
-        return None
-    elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    raise ConfigError(f"{path} = {value!r}: must be {_readable(hint)}")
-
-
-def _readable(hint: Any) -> str:
-    if hint is type(None):
-        return "null"
-    if isinstance(hint, type) and not typing.get_args(hint):
-        return {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}.get(
-            hint.__name__, hint.__name__
-        )
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_readable(arg) for arg in typing.get_args(hint))
-    return "a list like " + str(hint).replace("typing.", "")
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,7 +1,9 @@
-"""Records on disk: JSON Lines that survive a kill and a resume, and JSON files that are whole or absent."""
+"""Records on disk: JSON Lines, with a CSV beside, that survive a kill and a resume; JSON files, whole or absent."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
@@ -50,12 +52,15 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 class JsonlLog:
-    """Appends rows with a `step` to a JSON Lines file.
+    """Appends rows with a `step` to a JSON Lines file, and their numbers and words to a CSV file beside it.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the JSON Lines file; its folder is made. The CSV has the same name and the suffix `.csv`.
         last_step: rows of later steps are dropped: they belong to work that was lost after the last checkpoint, and
             will be done again.
+
+    Attributes:
+        rows: what stood there and was kept; new rows aren't held in memory.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -63,12 +68,13 @@ class JsonlLog:
         self.rows = [row for row in read_jsonl(path) if row["step"] <= last_step]
         write_bytes(path, "".join(_lines(self.rows)).encode())
         self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._csv = _CsvLog(path.with_suffix(".csv"), self.rows)
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds one row and hands it to the operating system."""
-        self.rows.append(row)
         self._file.writelines(_lines([row]))
         self._file.flush()
+        self._csv.append(row)
 
     def sync(self) -> None:
         """Forces the rows to the disk; before a checkpoint, so that it is never ahead of its log."""
@@ -76,12 +82,40 @@ class JsonlLog:
 
     def close(self) -> None:
         self._file.close()
+        self._csv.close()
 
     def __enter__(self) -> JsonlLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _CsvLog:
+    """The rows' plain values under a header; the first row decides on the columns."""
+
+    def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        self._columns: list[str] = []
+        self._path = path
+        lines = "".join(self._line(row) for row in rows)
+        write_bytes(path, lines.encode())
+        self._file: IO[str] = open(path, "a", encoding="utf-8", newline="")  # noqa: SIM115 (closed by close)
+
+    def append(self, row: dict[str, Any]) -> None:
+        self._file.write(self._line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _line(self, row: dict[str, Any]) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        if not self._columns:
+            self._columns = [key for key, value in row.items() if not isinstance(value, (dict, list, tuple))]
+            writer.writerow(self._columns)
+        writer.writerow([row.get(column, "") for column in self._columns])
+        return text.getvalue()
 
 
 def _lines(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -21,6 +21,7 @@ def lr_factor(step: int, config: TrainConfig) -> float:
         constant:   1
         cosine:     f + (1 - f) (1 + cos(pi p)) / 2     p: done share of the steps after warm-up, f: final factor
         trapezoid:  1, then linear to f over the last `decay_fraction` of all steps
+        inverse_sqrt:  1, from `reference_steps` on (reference_steps / step)^(1/2)
 
     >>> [round(lr_factor(s, TrainConfig(steps=4, schedule="cosine")), 3) for s in range(5)]
     [1.0, 0.854, 0.5, 0.146, 0.0]
@@ -33,6 +34,8 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     if config.schedule == "cosine":
         progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    if config.schedule == "inverse_sqrt":
+        return math.sqrt(config.reference_steps / max(step, config.reference_steps))
     decay_steps = max(1, round(config.decay_fraction * config.steps))
     return final + (1 - final) * min(1.0, max(0.0, (config.steps - step) / decay_steps))
 

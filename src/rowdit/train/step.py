@@ -1,26 +1,30 @@
 """One training step: draws, loss, gradient, clipping, update, average. No I/O, no clock but for timing, no generator.
 
 Every random number is a function of (seed, position in the stream, purpose), so neither the batch size, nor how it is
-split into micro-batches, nor where the run was interrupted changes what an image is trained with.
+split over ranks and micro-batches, nor where the run was interrupted changes what an image is trained with. Each rank
+takes the step on its own share of the batch; loss and gradient norm are the whole batch's, the same on every rank.
 
 Legend: B images, C channels, H x W pixels.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+import rowmuon
 from rowdit import streams
 from rowdit.flow import drop_labels, flow_loss, logit_normal_time, uniform_time
+from rowdit.models.parallel import ParallelConfig, set_last_micro_batch_
 from rowdit.train.config import RunConfig, TrainConfig
-from rowdit.train.ema import Ema
 from rowdit.train.optimizers import step_kind
+from rowdit.train.phases import Phases
 from rowdit.train.schedule import apply_lr_factor_, lr_factor
+from rowdit.train.state import TrainState
+from rowdit.train.world import World
 
 if TYPE_CHECKING:
     from rowdit.data.batch import Batch
@@ -30,23 +34,13 @@ class TrainingDivergedError(RuntimeError):
     """Too many steps in a row had gradients that weren't finite."""
 
 
-@dataclass
-class TrainState:
-    """All that a step changes. `step` counts batches taken from the stream, skipped ones too; `num_updates` doesn't."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    ema: Ema
-    step: int = 0
-    images_seen: int = 0
-    num_updates: int = 0
-    num_skipped: int = 0
-    num_skipped_in_row: int = 0
-
-
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `seconds` is the whole step, `optimizer_seconds` of it the optimizer's own."""
+    """What a step did. `seconds` is the whole step on this rank, and of it `optimizer_seconds` the optimizer's own.
+
+    The other parts are those of the forward and backward passes and of the averages; clipping and the draws are the
+    rest. A gradient that travels during the backward pass counts there.
+    """
 
     loss: float
     grad_norm: float
@@ -54,6 +48,9 @@ class StepResult:
     kind: str
     seconds: float
     optimizer_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    ema_seconds: float
 
 
 @dataclass(frozen=True)
@@ -79,72 +76,99 @@ def draw(batch: Batch, config: TrainConfig, num_classes: int) -> Draws:
     return Draws(batch.images, y, noise, t)
 
 
-def train_step(state: TrainState, batch: Batch, config: RunConfig) -> StepResult:
-    """Trains on one batch and updates `state` in place.
+def train_step(state: TrainState, batch: Batch, config: RunConfig, world: World | None = None) -> StepResult:
+    """Trains on one batch, or on this rank's share of it, and updates `state` in place; all ranks alike.
 
-    A step whose gradient norm isn't finite is skipped and counted: weights, momentum, average and the optimizer's own
-    step counters stay as they are, so a refresh that was due is due again. The place in the data moves on.
+    A step whose gradient norm isn't finite, or is above `skip_grad_norm`, is skipped and counted: weights, momentum,
+    averages and the optimizer's own step counters stay as they are, so a refresh that was due is due again. The place
+    in the data moves on.
 
     Raises:
         TrainingDivergedError: `max_skipped_in_row` steps were skipped in a row. `state` holds the last good weights.
     """
-    start = time.perf_counter()
+    world = world or World(device=next(state.model.parameters()).device)
+    phases = Phases(world.device)
     factor = lr_factor(state.step, config.train)
     apply_lr_factor_(state.optimizer, factor)
-    device = next(state.model.parameters()).device
-    draws = draw(batch, config.train, config.model.num_classes).to(device)
+    draws = draw(batch, config.train, config.model.num_classes).to(world.device)
 
     state.model.train()
     state.optimizer.zero_grad(set_to_none=True)
-    loss = backward(state.model, draws, config.train.micro_batch_size)
+    loss = world.mean(backward(state.model, draws, config.train.micro_batch_size, config.parallel, phases))
     grad_norm = clip_gradients_(state.model, config.train.grad_clip)
 
     state.step += 1
     state.images_seen += config.train.batch_size
-    kind, optimizer_seconds = "skipped", 0.0
-    if grad_norm < float("inf"):  # False for NaN too
+    kind = "skipped"
+    limit = float("inf") if config.train.skip_grad_norm is None else config.train.skip_grad_norm
+    if grad_norm < float("inf") and grad_norm <= limit:  # both False for NaN
         kind = step_kind(state.optimizer)
-        optimizer_start = time.perf_counter()
-        state.optimizer.step()
-        optimizer_seconds = time.perf_counter() - optimizer_start
-        state.ema.update(state.model)
+        with phases("optimizer"):
+            state.optimizer.step()
+        with phases("ema"):
+            for average in state.averages.values():
+                average.update(state.model)
         state.num_updates += 1
         state.num_skipped_in_row = 0
     else:
         state.optimizer.zero_grad(set_to_none=True)
         state.num_skipped += 1
         state.num_skipped_in_row += 1
-    seconds = time.perf_counter() - start
+    seconds = phases.finish()
     if state.num_skipped_in_row >= config.train.max_skipped_in_row:
-        raise TrainingDivergedError(
-            f"the gradient norm wasn't finite in {state.num_skipped_in_row} steps in a row, up to step {state.step} "
-            f"(loss {loss:.4g}, {config.optimizer.name}, lr {config.optimizer.lr:g}); lower the learning rate"
-        )
-    return StepResult(loss, grad_norm, config.optimizer.lr * factor, kind, seconds, optimizer_seconds)
+        raise TrainingDivergedError(_explain(state, config, float(loss), grad_norm))
+    return StepResult(
+        loss=float(loss),
+        grad_norm=grad_norm,
+        lr=config.optimizer.lr * factor,
+        kind=kind,
+        seconds=seconds["whole"],
+        optimizer_seconds=seconds.get("optimizer", 0.0),
+        forward_seconds=seconds["forward"],
+        backward_seconds=seconds["backward"],
+        ema_seconds=seconds.get("ema", 0.0),
+    )
 
 
-def backward(model: nn.Module, draws: Draws, micro_batch_size: int | None) -> float:
-    """Adds the gradient of the batch's mean loss to `.grad`, in micro-batches; returns that mean loss.
+def backward(
+    model: nn.Module,
+    draws: Draws,
+    micro_batch_size: int | None,
+    parallel: ParallelConfig | None = None,
+    phases: Phases | None = None,
+) -> Tensor:
+    """Adds the gradient of the batch's mean loss to `.grad`, in micro-batches; returns that mean loss, 0-dim float64.
 
-    Each micro-batch contributes its *sum* over the size of the whole batch, so unequal pieces weigh right as well.
+    Each micro-batch contributes its *sum* over the size of the whole share, so unequal pieces weigh right as well. The
+    shares of the ranks are equal, so the mean over the ranks, which FSDP2 takes of gradients, is the batch's.
     """
+    parallel, phases = parallel or ParallelConfig(), phases or Phases(draws.x.device)
     num_images = len(draws.x)
     size = micro_batch_size or num_images
     total = torch.zeros((), device=draws.x.device, dtype=torch.float64)
     for start in range(0, num_images, size):
         piece = slice(start, start + size)
-        losses_B = flow_loss(model, draws.x[piece], draws.y[piece], draws.noise[piece], draws.t[piece])
-        loss = losses_B.sum() / num_images
-        loss.backward()
+        set_last_micro_batch_(model, start + size >= num_images, parallel)
+        with phases("forward"):
+            losses_B = flow_loss(model, draws.x[piece], draws.y[piece], draws.noise[piece], draws.t[piece])
+            loss = losses_B.sum() / num_images
+        with phases("backward"):
+            loss.backward()
         total += loss.detach().double()
-    return float(total)
+    return total
 
 
 def clip_gradients_(model: nn.Module, max_norm: float | None) -> float:
-    """Scales the gradients to a global norm of at most `max_norm`; returns the norm before. Non-finite: left alone."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    value = float(norm)
-    if max_norm is not None and value < float("inf"):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return value
+    """Scales the gradients to a global norm of at most `max_norm`; returns the norm before, over all shards.
+
+    Where the norm isn't finite, what the gradients hold afterwards means nothing.
+    """
+    return float(rowmuon.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm))
+
+
+def _explain(state: TrainState, config: RunConfig, loss: float, grad_norm: float) -> str:
+    what = f"{grad_norm:.4g}, above skip_grad_norm," if grad_norm < float("inf") else "not finite"
+    return (
+        f"the gradient norm was {what} in {state.num_skipped_in_row} steps in a row, up to step {state.step} "
+        f"(loss {loss:.4g}, {config.optimizer.name}, lr {config.optimizer.lr:g}); lower the learning rate"
+    )

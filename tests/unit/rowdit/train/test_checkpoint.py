@@ -1,23 +1,26 @@
-"""Checkpoints: whole or absent, found by step, to the bit."""
+"""Checkpoints: whole or absent, found by step, to the bit; read by any number of ranks (see the distributed tests)."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rowdit.data.index import batch_at
 from rowdit.train import checkpoint
-from rowdit.train.checkpoint import Checkpoint, CheckpointError
+from rowdit.train.checkpoint import Checkpoint, CheckpointError, Saver, load_model
 from rowdit.train.config import RunConfig
-from rowdit.train.loop import build_state
-from rowdit.train.step import TrainState, train_step
+from rowdit.train.state import TrainState, build_state, tensors_of, values_of
+from rowdit.train.step import train_step
 from toy_training import OPTIMIZERS, toy_config, toy_dataset
 
 
@@ -29,68 +32,89 @@ def _trained(config: RunConfig, steps: int) -> TrainState:
     return state
 
 
-def _same(a: object, b: object) -> bool:
-    """Deep equality of states, to the bit, types included (but for lists and tuples of torch's own groups)."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
-    return type(a) is type(b) and a == b
+def _save(folder: Path, state: TrainState, config: RunConfig, **options: Any) -> Checkpoint:
+    saver = Saver(folder, **options)
+    saver.save(state, config)
+    saver.wait()
+    return Checkpoint(folder / f"step-{state.step:07d}", state.step)
 
 
+def _same(a: TrainState, b: TrainState) -> bool:
+    """To the bit."""
+    tensors, others = tensors_of(a), tensors_of(b)
+    same = tensors.keys() == others.keys() and values_of(a) == values_of(b)
+    return same and all(t.dtype == others[n].dtype and torch.equal(t, others[n]) for n, t in tensors.items())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_everything_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
-    config = toy_config(name)
+def test_everything_comes_back_to_the_bit(name: str, asynchronous: bool, tmp_path: Path) -> None:
+    config = toy_config(name, ema_decays=(0.5,), ema_stds=(0.1,))
     state = _trained(config, 4)
     state.num_skipped = 2
-    saved = checkpoint.save(tmp_path, state, config)
-    other = build_state(config)
+    saved = _save(tmp_path, state, config, asynchronous=asynchronous)
+    other = build_state(config, draw_weights=False)
     checkpoint.load(saved, other)
-    assert _same(other.model.state_dict(), state.model.state_dict())
-    assert _same(other.optimizer.state_dict(), state.optimizer.state_dict())
-    assert _same(other.ema.weights, state.ema.weights)
+    assert _same(state, other)
     assert (other.step, other.images_seen, other.num_updates, other.num_skipped) == (4, 32, 4, 2)
-    assert other.ema.num_updates == 4
+    assert [average.num_updates for average in other.averages.values()] == [4, 4, 4]
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in state.optimizer.param_groups]
+    fresh = [{k: v for k, v in g.items() if k != "params"} for g in build_state(config).optimizer.param_groups]
+    assert [set(group) - {"initial_lr"} for group in settings] == [set(group) for group in fresh]
+
+
+def test_training_goes_on_beside_an_asynchronous_save(tmp_path: Path) -> None:
+    """What is saved is the state of its step, whatever is trained before it is written."""
+    config = toy_config()
+    state, reference = _trained(config, 2), _trained(config, 2)
+    saver = Saver(tmp_path, asynchronous=True)
+    saver.save(state, config)
+    for tensor in tensors_of(state).values():
+        tensor.zero_()
+    saver.wait()
+    other = build_state(config)
+    checkpoint.load(Checkpoint(tmp_path / "step-0000002", 2), other)
+    assert _same(other, reference)
 
 
 def test_the_newest_is_the_one_with_the_largest_step(tmp_path: Path) -> None:
     """T2: not the largest and not the youngest."""
     config = toy_config()
     state = _trained(config, 2)
-    for step in (9, 10, 8):  # the youngest is step 8; by name, "10" would come before "9"
+    for step in (9, 10, 8):  # the youngest is step 8
         state.step = step
-        checkpoint.save(tmp_path, state, config, keep=10)
-    with open(tmp_path / "step_000009" / "model.safetensors", "ab") as file:
+        _save(tmp_path, state, config, keep=10)
+    with open(tmp_path / "step-0000009" / "__0_0.distcp", "ab") as file:
         file.write(b"\0" * 10_000)
-    assert checkpoint.newest(tmp_path) == Checkpoint(tmp_path / "step_000010", 10)
+    assert checkpoint.newest(tmp_path) == Checkpoint(tmp_path / "step-0000010", 10)
 
 
 def test_half_written_ones_are_never_picked(tmp_path: Path) -> None:
     config = toy_config()
     state = _trained(config, 1)
-    good = checkpoint.save(tmp_path, state, config)
-    shutil.copytree(good.path, tmp_path / ".writing_step_000099")  # killed before the rename
-    (tmp_path / "step_000098").mkdir()  # made by hand, or by another program
-    (tmp_path / "step_000097").write_text("a file")
+    good = _save(tmp_path, state, config)
+    shutil.copytree(good.path, tmp_path / ".writing-step-0000099")  # killed before the rename
+    (tmp_path / "step-0000098").mkdir()  # made by hand, or by another program
+    (tmp_path / "step-0000097").write_text("a file")
     assert checkpoint.newest(tmp_path) == good
     state.step = 2
-    checkpoint.save(tmp_path, state, config)
-    assert not (tmp_path / ".writing_step_000099").exists()
+    _save(tmp_path, state, config)
+    assert not (tmp_path / ".writing-step-0000099").exists()
 
 
 def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "absent") is None
+    with pytest.raises(CheckpointError, match="has no checkpoint; complete are: none"):
+        load_model(tmp_path)
 
 
 def test_a_kill_at_any_moment_of_saving_leaves_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call that touches the disk is made the last one, in turn."""
+    """Every call that touches the disk is made the last one, in turn. (A real kill is in the system tests.)"""
     config = toy_config()
     state = _trained(config, 1)
-    good = checkpoint.save(tmp_path, state, config)
+    good = _save(tmp_path, state, config)
     state.step = 2
 
     class Killed(BaseException):
@@ -98,8 +122,8 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_last_good_one(
 
     calls = {"left": 0}
 
-    def dying(function):
-        def call(*args, **kwargs):
+    def dying(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if calls["left"] == 0:
                 raise Killed
             calls["left"] -= 1
@@ -108,19 +132,24 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_last_good_one(
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write", dying(checkpoint._write))
-        patch.setattr(checkpoint, "_sync", dying(checkpoint._sync))
-        patch.setattr(os, "replace", dying(os.replace))
-        for moment in range(6):  # four files, the folder, the rename; then it is there
+        for owner, name in (
+            (checkpoint, "_write_tensors"),
+            (checkpoint, "write_json"),
+            (checkpoint, "_sync"),
+            (os, "replace"),
+        ):
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        num_before = 5  # the tensors, the header and its rename, the folder's sync, the folder's rename
+        for moment in range(num_before):
             calls["left"] = moment
             with pytest.raises(Killed):
-                checkpoint.save(tmp_path, state, config)
+                _save(tmp_path, state, config)
             assert checkpoint.newest(tmp_path) == good, moment
             checkpoint.load(good, build_state(config))
-        calls["left"] = 6
+        calls["left"] = num_before
         with pytest.raises(Killed):
-            checkpoint.save(tmp_path, state, config)
-    assert checkpoint.newest(tmp_path) == Checkpoint(tmp_path / "step_000002", 2)
+            _save(tmp_path, state, config)
+    assert checkpoint.newest(tmp_path) == Checkpoint(tmp_path / "step-0000002", 2)
 
 
 def test_keeps_the_newest(tmp_path: Path) -> None:
@@ -128,29 +157,30 @@ def test_keeps_the_newest(tmp_path: Path) -> None:
     state = _trained(config, 1)
     for step in range(1, 6):
         state.step = step
-        checkpoint.save(tmp_path, state, config, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000005"]
+        _save(tmp_path, state, config, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000004", "step-0000005"]
 
 
-def test_a_full_disk_is_named_and_the_last_good_one_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_is_named_and_the_last_good_one_kept(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
     config = toy_config()
     state = _trained(config, 1)
-    good = checkpoint.save(tmp_path, state, config)
-    write = checkpoint._write
+    good = _save(tmp_path, state, config)
 
-    def full(path: Path, content: bytes) -> None:
-        if path.name == "optimizer.safetensors":
-            path.write_bytes(content[:100])
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write(path, content)
+    def full(self: Any, *args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
     state.step = 2
     with pytest.raises(
-        CheckpointError, match="step_000002 .* the disk is full; the last good checkpoint, .*step_000001"
+        CheckpointError, match="step-0000002: the disk is full; the last good checkpoint, .*step-0000001"
     ):
-        checkpoint.save(tmp_path, state, config)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+        _save(tmp_path, state, config, asynchronous=asynchronous)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000001"]
     assert checkpoint.newest(tmp_path) == good
 
 
@@ -172,53 +202,69 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_really_full(small_disk: Path) -> None:
-    """One toy checkpoint is about 140 kB: two fit, a third doesn't."""
+    """One toy checkpoint is about 180 kB: two fit, a third doesn't."""
     config = toy_config()
     state = _trained(config, 1)
     with pytest.raises(CheckpointError, match="the disk is full; the last good checkpoint"):
         for step in range(1, 9):
             state.step = step
-            checkpoint.save(small_disk, state, config, keep=9)
+            _save(small_disk, state, config, keep=9)
     last = checkpoint.newest(small_disk)
     assert last is not None and last.step >= 1
     checkpoint.load(last, build_state(config))
     assert not list(small_disk.glob(".writing*"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "ema.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_file_cut_short_is_named(name: str, tmp_path: Path) -> None:
     config = toy_config()
-    saved = checkpoint.save(tmp_path, _trained(config, 1), config)
+    saved = _save(tmp_path, _trained(config, 1), config)
     path = saved.path / name
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match=f"{name}: .* were written.*remove .*step_000001"):
+    with pytest.raises(CheckpointError, match=f"{name}: .* were written.*remove .*step-0000001"):
         checkpoint.load(saved, build_state(config))
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    import dataclasses
-
     config = toy_config()
-    saved = checkpoint.save(tmp_path, _trained(config, 1), config)
+    saved = _save(tmp_path, _trained(config, 1), config)
     deeper = dataclasses.replace(config, model=dataclasses.replace(config.model, depth=2))
-    with pytest.raises(CheckpointError, match=r"step_000001 doesn't fit this run: .*blocks\.1"):
+    with pytest.raises(CheckpointError, match=r"step-0000001 doesn't fit this run: .*blocks\.1"):
         checkpoint.load(saved, build_state(deeper))
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_size=32))
+    with pytest.raises(CheckpointError, match=r"doesn't fit this run: .* is \(.*16.*\), this run's is \(.*32.*\)"):
+        checkpoint.load(saved, build_state(wider))
 
 
-def test_plain_data_of_an_optimizer_survives() -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    value = {
-        "state": {0: {"step": torch.tensor(3.0), "momentum_buffer": torch.ones(2, dtype=torch.bfloat16)}},
-        "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "period": ((0, 3), (8, None)), "dtype": torch.bfloat16}],
-        "flag": True,
-        "name": None,
-    }
-    encoded = checkpoint._encode(value, "", tensors)
-    import json
-
-    assert _same(checkpoint._decode(json.loads(json.dumps(encoded)), tensors), value)
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    config = toy_config("adamw")
+    saved = _save(tmp_path, _trained(config, 1), config)
+    with pytest.raises(CheckpointError, match=r"missing \['optimizer\..*momentum_buffer"):
+        checkpoint.load(saved, build_state(toy_config("muon")))
 
 
-def test_what_is_not_plain_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="'hook' is a function"):
-        checkpoint._encode({"hook": lambda: None}, "", {})
+def test_the_model_of_a_run(tmp_path: Path) -> None:
+    """`load_model`: a plain model in eval mode with the weights that were asked for."""
+    config = toy_config(ema_decays=(0.5,))
+    state = _trained(config, 4)
+    _save(tmp_path / "checkpoints", state, config)
+    wanted = {"model": dict(state.model.named_parameters())}
+    wanted |= {label: average.weights for label, average in state.averages.items()}
+    assert set(wanted) == {"model", "ema", "ema_0.5"}
+    for which, weights in wanted.items():
+        model = load_model(tmp_path, which)
+        assert not model.training and model.config == config.model
+        assert torch.equal(model.pos_embed, state.model.pos_embed)
+        assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    with pytest.raises(CheckpointError, match=r"holds no 'emma'; it holds ema, ema_0.5, model"):
+        load_model(tmp_path, "emma")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; complete are: 4"):
+        load_model(tmp_path, step=3)
+
+
+def test_a_checkpoint_is_plain_data_beside_its_tensors(tmp_path: Path) -> None:
+    config = toy_config()
+    saved = _save(tmp_path, _trained(config, 1), config)
+    header = json.loads((saved.path / "state.json").read_text())
+    assert header["config"]["train"]["batch_size"] == 8 and header["num_ranks"] == 1
+    assert header["optimizer"]["blocks.0.attn.qkv.weight"] == {"step": 1, "phase": 0}

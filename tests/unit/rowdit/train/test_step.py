@@ -29,7 +29,7 @@ def _gradients(config: RunConfig, micro_batch_size: int | None) -> tuple[float, 
     # A fresh adaLN-zero model has zero gradients nearly everywhere; these weights don't.
     model = _warm_model(config)
     draws = draw(_batch(), config.train, config.model.num_classes)
-    loss = backward(model, draws, micro_batch_size)
+    loss = float(backward(model, draws, micro_batch_size))
     return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,0 +1,89 @@
+"""Whether a folder's run may be gone on with, and how a run's files go away."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rowdit.train.config import ConfigError, RunConfig, differences, from_dict, to_dict
+
+if TYPE_CHECKING:
+    from rowdit.data.batch import Dataset
+
+HARMLESS = (
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.async_checkpoints",
+    "train.micro_batch_size",
+    "data.num_workers",
+    "parallel.",
+)
+"""What may always change: where and how the same numbers are computed, kept and read."""
+ESSENTIAL = ("model.", "train.seed", "optimizer.name", "optimizer.adaln", "train.ema_decay", "train.ema_decays")
+"""What can't change: the state would fit no longer, or the stream of data would be another one."""
+
+
+def check_same_run(
+    folder: Path, config: RunConfig, dataset: Dataset | None = None, *, allow_changes: bool = False
+) -> list[str]:
+    """Refuses to continue a run under another config, or on data that changed.
+
+    Args:
+        folder: of the run; one that holds none is in order.
+        config: to go on with.
+        dataset: to go on with.
+        allow_changes: let pass what changes the training but not the shape of its state, such as a learning rate or
+            the number of steps.
+
+    Returns:
+        What differs and may.
+
+    Raises:
+        ConfigError: listing what differs and may not.
+    """
+    changed: list[str] = []
+    refused: list[str] = []
+    if (folder / "config.json").exists():
+        for difference in differences(_as_written_now(read_json(folder / "config.json")), config):
+            key = difference.partition(":")[0]
+            allowed = key.startswith(HARMLESS) or (allow_changes and not key.startswith(ESSENTIAL))
+            (changed if allowed else refused).append(difference)
+    if dataset and (folder / "dataset.json").exists():
+        before = read_json(folder / "dataset.json")["fingerprint"]
+        if before != dataset.fingerprint:
+            (changed if allow_changes else refused).append(f"data: {before} -> {dataset.fingerprint}")
+    if refused:
+        raise ConfigError(f"{folder} holds another run ({'; '.join(refused)})")
+    return changed
+
+
+def _as_written_now(saved: dict[str, Any]) -> dict[str, Any]:
+    """A config of an older version with what was added since at its default, which means the same."""
+    try:
+        return to_dict(from_dict(RunConfig, saved))
+    except ConfigError:
+        return saved
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a run's.
+
+    Raises:
+        ConfigError: it isn't JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} isn't JSON ({error}); remove the folder {path.parent} to start over") from None
+
+
+def remove_run(folder: Path) -> None:
+    """Deletes what a run wrote into its folder, and nothing else."""
+    for name in ("config.json", "dataset.json", "log.jsonl", "evaluations.jsonl", "finished.json"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("log.csv", "evaluations.csv"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("checkpoints", "samples", "averages"):
+        shutil.rmtree(folder / name, ignore_errors=True)
