@@ -34,7 +34,7 @@ def linear(state: State, name: str, v: Tensor) -> Tensor:
 
 
 def condition(state: State, config: DiTConfig, t: float, y: Tensor) -> Tensor:
-    angles = [1000 * t * 10_000 ** (-i / (128 - config.time_shift)) for i in range(128)]
+    angles = [1000 * t * 10_000 ** (-i / (128 - config.freq_shift)) for i in range(128)]
     embedding = torch.tensor([math.cos(a) for a in angles] + [math.sin(a) for a in angles], dtype=torch.float64)
     c = linear(state, "t_embedder.mlp.2", silu(linear(state, "t_embedder.mlp.0", embedding)))
     if config.caption_dim is None:

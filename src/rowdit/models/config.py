@@ -33,7 +33,7 @@ class DiTConfig:
             so with about as many parameters.
         caption_dim: width of a caption's embedding, made beforehand; the model is then conditioned on those instead of
             classes, and num_classes must be 0. None conditions on classes.
-        time_shift: the time embedding has 128 frequencies 10000^(-i / (128 - time_shift)): 0 as published, 1 as
+        freq_shift: the time embedding has 128 frequencies 10000^(-i / (128 - freq_shift)): 0 as published, 1 as
             diffusers computes it.
 
     Raises:
@@ -53,14 +53,14 @@ class DiTConfig:
     positions: Literal["sincos", "rope"] = "sincos"
     mlp: Literal["gelu", "swiglu"] = "gelu"
     caption_dim: int | None = None
-    time_shift: Literal[0, 1] = 0
+    freq_shift: Literal[0, 1] = 0
 
     def __post_init__(self) -> None:
         for name in ("image_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         self._check_condition()
-        for name, known in (("positions", ("sincos", "rope")), ("mlp", ("gelu", "swiglu")), ("time_shift", (0, 1))):
+        for name, known in (("positions", ("sincos", "rope")), ("mlp", ("gelu", "swiglu")), ("freq_shift", (0, 1))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {known[0]!r} or {known[1]!r}")
         if not math.isfinite(self.mlp_ratio) or self.mlp_size < 1:

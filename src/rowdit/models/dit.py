@@ -51,7 +51,7 @@ class DiT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # so that torch's own initialisation costs nothing and draws nothing
             self.x_embedder = PatchEmbed(config)
-            self.t_embedder = TimeEmbedder(D, config.time_shift)
+            self.t_embedder = TimeEmbedder(D, config.freq_shift)
             self.y_embedder: nn.Module = (
                 ClassEmbedder(config.num_classes, D)
                 if config.caption_dim is None

@@ -97,8 +97,8 @@ def to_public(model: DiT) -> State:
         WeightsError: an option that the public model doesn't have.
     """
     _refuse_options(model.config, "the public DiT")
-    if model.config.time_shift:
-        raise WeightsError(f"time_shift = {model.config.time_shift}: the public DiT spaces its times as 0 does")
+    if model.config.freq_shift:
+        raise WeightsError(f"freq_shift = {model.config.freq_shift}: the public DiT spaces its times as 0 does")
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
@@ -155,20 +155,20 @@ _FIXED = {
 }  # fmt: skip
 
 
-def from_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any], *, time_shift: Literal[0, 1] = 1) -> DiT:
+def from_diffusers(state: Mapping[str, Tensor], config: Mapping[str, Any], *, freq_shift: Literal[0, 1] = 1) -> DiT:
     """The model of a `DiTTransformer2DModel`.
 
     Args:
         state: its state dict.
         config: its configuration, as in its config.json.
-        time_shift: 1 computes what diffusers computes. diffusers spaces the frequencies of the time embedding a little
+        freq_shift: 1 computes what diffusers computes. diffusers spaces the frequencies of the time embedding a little
             wider than the published DiT, also for the published weights; 0 is the spacing that those were trained with.
 
     Raises:
         WeightsError: a configuration that has no counterpart here; time and class embeddings that differ between
             blocks; names that are missing or left over.
     """
-    ours = _config_from_diffusers(config, time_shift)
+    ours = _config_from_diffusers(config, freq_shift)
     known = dict(state)
     converted: State = {}
     for name, theirs in _OUTSIDE.items():
@@ -200,14 +200,14 @@ def to_diffusers(model: DiT) -> tuple[dict[str, Any], State]:
     It takes timestep = 1000 t, and class num_classes for none.
 
     Raises:
-        WeightsError: an option that diffusers' class doesn't have; among them time_shift = 0, unless the class is told:
+        WeightsError: an option that diffusers' class doesn't have; among them freq_shift = 0, unless the class is told:
             :func:`diffusers_model` does.
     """
-    if model.config.time_shift != 1:
+    if model.config.freq_shift != 1:
         raise WeightsError(
-            "time_shift = 0: a DiTTransformer2DModel that is loaded from files spaces the times as 1 does. "
+            "freq_shift = 0: a DiTTransformer2DModel that is loaded from files spaces the times as 1 does. "
             "rowdit.models.published.diffusers_model(model) makes one that computes the same; or train with "
-            "--model.time-shift 1"
+            "--model.freq-shift 1"
         )
     return _to_diffusers(model)
 
@@ -250,9 +250,9 @@ def _to_diffusers(model: DiT) -> tuple[dict[str, Any], State]:
 
 
 def diffusers_model(model: DiT) -> Any:
-    """A `DiTTransformer2DModel` that computes the same as ``model``, whatever its time_shift. Needs diffusers.
+    """A `DiTTransformer2DModel` that computes the same as ``model``, whatever its freq_shift. Needs diffusers.
 
-    With time_shift = 0 that holds for this object alone: its own `save_pretrained` doesn't keep the spacing.
+    With freq_shift = 0 that holds for this object alone: its own `save_pretrained` doesn't keep the spacing.
     """
     from diffusers import DiTTransformer2DModel  # an extra
 
@@ -260,7 +260,7 @@ def diffusers_model(model: DiT) -> Any:
     theirs = DiTTransformer2DModel.from_config(config)
     theirs.load_state_dict(state)
     for block in theirs.transformer_blocks:
-        block.norm1.emb.time_proj.downscale_freq_shift = model.config.time_shift
+        block.norm1.emb.time_proj.downscale_freq_shift = model.config.freq_shift
     return theirs.eval()
 
 
@@ -280,7 +280,7 @@ def save_diffusers(model: DiT, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def load_diffusers(folder: str | Path, *, time_shift: Literal[0, 1] = 1) -> DiT:
+def load_diffusers(folder: str | Path, *, freq_shift: Literal[0, 1] = 1) -> DiT:
     """The model of a folder that `DiTTransformer2DModel.save_pretrained` has written. See :func:`from_diffusers`."""
     folder = Path(folder)
     files = [folder / DIFFUSERS_WEIGHTS, folder / "diffusion_pytorch_model.bin"]
@@ -288,10 +288,10 @@ def load_diffusers(folder: str | Path, *, time_shift: Literal[0, 1] = 1) -> DiT:
     if weights is None or not (folder / "config.json").exists():
         raise WeightsError(f"{folder} has no config.json or no {DIFFUSERS_WEIGHTS}")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return from_diffusers(read_weights(weights), config, time_shift=time_shift)
+    return from_diffusers(read_weights(weights), config, freq_shift=freq_shift)
 
 
-def _config_from_diffusers(config: Mapping[str, Any], time_shift: Literal[0, 1]) -> DiTConfig:
+def _config_from_diffusers(config: Mapping[str, Any], freq_shift: Literal[0, 1]) -> DiTConfig:
     for key, value in _FIXED.items():
         if config.get(key, value) != value:
             raise WeightsError(f"{key} = {config[key]!r} in diffusers' config; only {value!r} has a counterpart here")
@@ -308,7 +308,7 @@ def _config_from_diffusers(config: Mapping[str, Any], time_shift: Literal[0, 1])
         num_heads=config["num_attention_heads"],
         num_classes=config["num_embeds_ada_norm"],
         learn_sigma=out_channels != in_channels,
-        time_shift=time_shift,
+        freq_shift=freq_shift,
     )
 
 

@@ -59,7 +59,7 @@ OPTIONS = {
     "rope": {"positions": "rope"},
     "swiglu": {"mlp": "swiglu"},
     "captions": {"num_classes": 0, "caption_dim": 7},
-    "time_shift": {"time_shift": 1},
+    "freq_shift": {"freq_shift": 1},
     "all": {"qk_norm": True, "positions": "rope", "mlp": "swiglu", "num_classes": 0, "caption_dim": 7},
 }
 
@@ -69,12 +69,12 @@ def test_options_equal_the_reference(changes):
     config = dataclasses.replace(SMALL, **changes)
     model = randomised(config).double()
     x, t, y = inputs(config)
-    if "time_shift" not in changes:
+    if "freq_shift" not in changes:
         t = torch.zeros_like(t)  # the embedding of other times is float32
     got = model(x.double(), t, y)
     for i in range(len(x)):
         expected = reference(model.state_dict(), config, x[i], t[i].item(), y[i])
-        tolerance = {"rtol": 1e-3, "atol": 1e-3} if "time_shift" in changes else {"rtol": 2e-6, "atol": 2e-6}
+        tolerance = {"rtol": 1e-3, "atol": 1e-3} if "freq_shift" in changes else {"rtol": 2e-6, "atol": 2e-6}
         torch.testing.assert_close(got[i], expected, **tolerance)  # rotations are float32
     plain = randomised(SMALL).double()
     if "caption_dim" not in changes:
@@ -278,7 +278,7 @@ def test_any_size_channels_and_classes(image_size, in_channels, patch_size, num_
         ({"positions": "rope", "hidden_size": 16, "num_heads": 8}, "16 isn't a multiple of 4 times num_heads 8"),
         ({"positions": "rotary"}, "positions is 'rotary'; it must be 'sincos' or 'rope'"),
         ({"mlp": "relu"}, "mlp is 'relu'"),
-        ({"time_shift": 2}, "time_shift is 2"),
+        ({"freq_shift": 2}, "freq_shift is 2"),
         ({"mlp_ratio": 0.0}, "mlp_ratio is 0"),
         ({"mlp_ratio": float("nan")}, "mlp_ratio is nan; it must be finite"),
         ({"mlp_ratio": float("inf")}, "mlp_ratio is inf; it must be finite"),

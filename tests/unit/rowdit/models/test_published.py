@@ -141,7 +141,7 @@ def test_options_that_others_lack_are_refused(changes: dict, words: str) -> None
     with pytest.raises(WeightsError, match=words):
         to_public(model)
     with pytest.raises(WeightsError, match=words):
-        to_diffusers(DiT(dataclasses.replace(CONFIG, **changes, time_shift=1)))
+        to_diffusers(DiT(dataclasses.replace(CONFIG, **changes, freq_shift=1)))
 
 
 # ---- files
@@ -200,9 +200,9 @@ def test_diffusers_weights_give_its_outputs(out_channels: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("time_shift", [0, 1])
-def test_our_weights_give_our_outputs_in_diffusers(time_shift: int) -> None:
-    ours = random_model(dataclasses.replace(CONFIG, time_shift=time_shift))  # type: ignore[arg-type]
+@pytest.mark.parametrize("freq_shift", [0, 1])
+def test_our_weights_give_our_outputs_in_diffusers(freq_shift: int) -> None:
+    ours = random_model(dataclasses.replace(CONFIG, freq_shift=freq_shift))  # type: ignore[arg-type]
     pytest.importorskip("diffusers")
     theirs = diffusers_model(ours)
     x, k, y = inputs()
@@ -213,7 +213,7 @@ def test_our_weights_give_our_outputs_in_diffusers(time_shift: int) -> None:
 @torch.no_grad()
 def test_folders_go_there_and_back(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
-    ours = random_model(dataclasses.replace(CONFIG, time_shift=1))
+    ours = random_model(dataclasses.replace(CONFIG, freq_shift=1))
     save_diffusers(ours, tmp_path / "ours")
     x, k, y = inputs()
     theirs = diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "ours").eval()
@@ -226,11 +226,11 @@ def test_folders_go_there_and_back(tmp_path: Path) -> None:
 
 
 def test_what_diffusers_cannot_hold_or_we_cannot_read(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"time_shift = 0: .*diffusers_model\(model\)"):
+    with pytest.raises(WeightsError, match=r"freq_shift = 0: .*diffusers_model\(model\)"):
         to_diffusers(DiT(CONFIG))
     with pytest.raises(WeightsError, match="mlp_ratio = 2.0"):
-        to_diffusers(DiT(dataclasses.replace(CONFIG, mlp_ratio=2.0, time_shift=1)))
-    config, state = to_diffusers(random_model(dataclasses.replace(CONFIG, time_shift=1)))
+        to_diffusers(DiT(dataclasses.replace(CONFIG, mlp_ratio=2.0, freq_shift=1)))
+    config, state = to_diffusers(random_model(dataclasses.replace(CONFIG, freq_shift=1)))
     name = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"
     with pytest.raises(WeightsError, match="isn't the same in all blocks"):
         from_diffusers(state | {name: state[name] + 1}, config)
