@@ -17,10 +17,16 @@ except ModuleNotFoundError as missing:  # `pip install .` without the extra inst
 
 # verb -> its module in `rowdit.commands`, imported when the verb is called
 VERBS = {
+    "train": "train",
     "compare": "compare",
     "tune": "tune",
     "report": "report",
     "plan": "plan",
+    "sample": "sample",
+    "export": "export",
+    "eval": "eval",
+    "encode": "encode",
+    "train-vae": "train_vae",
     "bench": "bench",
     "data": "data",
 }
@@ -28,10 +34,16 @@ VERBS = {
 USAGE = """\
 usage: rowdit VERB [ARGUMENTS]      rowdit VERB --help says more
 
+  train [RECIPE]           one run, on this process or on all that torchrun starts; goes on where it was
   compare [RECIPE]         train the same model with AdamW, Muon and Periodic Row-wise Muon; who wins, and a page
   tune [RECIPE]            a grid of settings for one optimizer of a recipe
   report OUT               make the page of a finished comparison again
   plan [RECIPE]            what a run takes on N ranks, without them: memory, bytes, FLOPs
+  sample RUN               images from a trained model
+  eval RUN|IMAGES          Frechet and kernel distance, precision and recall, with all that it takes to repeat them
+  export RUN               averaged weights and config as one safetensors file
+  encode SOURCE            images to latent shards
+  train-vae SOURCE         a small autoencoder for encode, in about a minute
   bench                    time the optimizer step against fused AdamW, torch.optim.Muon and public Muons
   data get fashion-mnist   fetch the full Fashion-MNIST, checked by its hashes
 """

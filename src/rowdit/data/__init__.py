@@ -7,7 +7,8 @@ checkpoint would have to hold.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 from rowdit.data import fashion_mnist
 from rowdit.data.batch import (
@@ -22,8 +23,9 @@ from rowdit.data.batch import (
     to_float,
     to_uint8,
 )
-from rowdit.data.image_folder import ImageFolder, open_split
+from rowdit.data.image_folder import BadImages, ImageFolder, open_split
 from rowdit.data.index import batch_at, stream_indices
+from rowdit.data.latents import Latents, open_latents
 from rowdit.data.loader import Loader
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Dataset",
     "DrawnDataset",
     "ImageFolder",
+    "Latents",
     "Loader",
     "batch_at",
     "check_image_size",
@@ -44,18 +47,34 @@ __all__ = [
     "to_uint8",
 ]
 
+Split = Literal["train", "reference"]
+
+# source -> what opens one of its splits: (place, split, image_size, channels=, bad_images=, **options)
+OPENERS: dict[str, Callable[..., Dataset]] = {"folder": open_split}
+SPECS = ("bundled", "fashion-mnist", "fashion-mnist:FOLDER", "folder:PATH", "latents:PATH")
+
 
 def open_dataset(
-    spec: str, split: Literal["train", "reference"] = "train", image_size: int | None = None, **options: Any
+    spec: str,
+    split: Split = "train",
+    image_size: int | None = None,
+    *,
+    channels: int | None = None,
+    bad_images: BadImages = "error",
+    **options: Any,
 ) -> Dataset:
     """Open a dataset by its name.
 
     Args:
         spec: ``"bundled"``, the subset of Fashion-MNIST in the package; ``"fashion-mnist"``, the full set where it is
             found, or ``"fashion-mnist:FOLDER"``; ``"folder:PATH"``, a folder with a sub-folder for each class, with or
-            without ``train`` and ``reference`` above them (:func:`rowdit.data.image_folder.open_split`).
+            without ``train`` and ``reference`` above them (:func:`rowdit.data.image_folder.open_split`);
+            ``"latents:PATH"``, what ``rowdit encode`` wrote (:mod:`rowdit.data.latents`).
         split: ``"train"`` or ``"reference"``.
-        image_size: pixels a side; None is the native size, which a folder hasn't.
+        image_size: pixels a side (of latents: their own side); None is the native size, which a folder hasn't.
+        channels: 3 for RGB, 1 for grey; None is what the source has, RGB where images may be of any kind.
+        bad_images: what becomes of images that can't be used (:mod:`rowdit.data.encoded`). Sources that are whole from
+            the start, the bundled ones and latents, have none.
         **options: handed to the source: :class:`ImageFolder` has many.
 
     Returns:
@@ -69,18 +88,24 @@ def open_dataset(
         >>> open_dataset("bundled", split="reference").image_shape
         (1, 28, 28)
     """
-    if split not in fashion_mnist.SPLITS:
-        raise DataError(f"split {split!r} is not one of {', '.join(fashion_mnist.SPLITS)}")
+    if split not in get_args(Split):
+        raise DataError(f"split {split!r} is not one of {', '.join(get_args(Split))}")
     kind, _, place = spec.partition(":")
-    size = fashion_mnist.SIZE if image_size is None else image_size
-    if kind == "bundled" and not place:
-        return fashion_mnist.bundled(split, size, **options)
-    if kind == "fashion-mnist":
-        return fashion_mnist.full(place or None, split, size, **options)
-    if kind == "folder" and place:
+    if kind in OPENERS and place:
         if image_size is None:
             raise DataError(f"{spec} needs an image_size, for its images may be of any")
-        return open_split(place, split, image_size, **options)
-    raise DataError(
-        f"unknown dataset {spec!r}: it is one of 'bundled', 'fashion-mnist', 'fashion-mnist:FOLDER' and 'folder:PATH'"
-    )
+        options |= {"channels": channels or 3, "bad_images": bad_images}
+        return OPENERS[kind](place, split, image_size, **options)
+    size = fashion_mnist.SIZE if image_size is None else image_size
+    dataset: Dataset
+    if kind == "bundled" and not place:
+        dataset = fashion_mnist.bundled(split, size, **options)
+    elif kind == "fashion-mnist":
+        dataset = fashion_mnist.full(place or None, split, size, **options)
+    elif kind == "latents" and place:
+        dataset = open_latents(place, split, image_size, **options)
+    else:
+        raise DataError(f"unknown dataset {spec!r}: it is one of {', '.join(SPECS)}")
+    if channels not in (None, dataset.image_shape[0]):
+        raise DataError(f"{spec} has {dataset.image_shape[0]} channel(s), not {channels}; leave channels out")
+    return dataset

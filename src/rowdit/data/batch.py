@@ -154,6 +154,17 @@ def fingerprint(name: str, image_shape: tuple[int, int, int], num_images: int, d
     return ":".join(part for part in (name, shape, resize, f"sha256-{digest[:16]}") if part)
 
 
+def resize_of(mark: str) -> str:
+    """How the images of a :func:`fingerprint` got their size and crop; ``"native"`` where it says nothing.
+
+    Example:
+        >>> resize_of(fingerprint("pets", (3, 4, 4), 10, "0" * 64, resize="square-bicubic"))
+        'square-bicubic'
+    """
+    rule = mark.split(":")[-2]
+    return "native" if rule.replace("x", "").isdigit() else rule
+
+
 def to_float(images: np.ndarray | Tensor) -> Tensor:
     """Bytes to numbers: x = u / 127.5 - 1, so 0 is -1 and 255 is 1.
 

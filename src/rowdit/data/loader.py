@@ -19,7 +19,6 @@ from torch.utils.data import Dataset as TorchDataset
 from rowdit.data.batch import Batch, DataError, Dataset
 from rowdit.data.index import batch_at, check_share
 
-
 _Item = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, str], int]  # a batch, bad files, how many replaced
 
 

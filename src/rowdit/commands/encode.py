@@ -1,0 +1,196 @@
+"""`rowdit encode`: images to latent shards."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from rowdit.commands.parsing import fail, parse
+
+if TYPE_CHECKING:
+    from rowdit.data import Dataset
+
+SPLITS = ("train", "reference")
+
+
+@dataclass(frozen=True)
+class EncodeCommand:
+    """Turns images into latent shards, which `latents:OUT` then reads. A job that was killed goes on with what is
+    missing when the same command is run again. Under torchrun, or on several machines with RANK and WORLD_SIZE set,
+    each rank makes its share of the shards.
+
+    Args:
+        source: the images: bundled, fashion-mnist, folder:PATH, tar:PATTERN, parquet:PATTERN, hf:NAME.
+        out: the folder; it gets a sub-folder for each split.
+        encoder: identity, vae:FOLDER (of `rowdit train-vae`), or diffusers:FOLDER-OR-HUB-NAME.
+        image_size: pixels a side; needed where the source has no size of its own.
+        split: which images.
+        channels: 3 for RGB, 1 for grey; by default what the source has.
+        bad_images: what becomes of images that can't be used; skip and replace list them in the manifest.
+        flips: encode mirror images too.
+        dtype: of the latents.
+        shard_images: images in a file.
+        batch_size: images encoded at once.
+        processes: on this machine, each with its share of the shards and of the cores.
+        device: cuda or cpu; by default cuda where there is one, the one of LOCAL_RANK.
+        verify: encode nothing; read all shards in OUT and compare their hashes.
+    """
+
+    source: tyro.conf.Positional[str]
+    out: Path
+    encoder: str = "identity"
+    image_size: int | None = None
+    split: Literal["train", "reference", "both"] = "both"
+    channels: int | None = None
+    bad_images: Literal["error", "skip", "replace"] = "error"
+    flips: bool = True
+    dtype: Literal["float16", "float32"] = "float16"
+    shard_images: int = 4096
+    batch_size: int = 64
+    processes: int = 1
+    device: str | None = None
+    verify: bool = False
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return SPLITS if self.split == "both" else (self.split,)
+
+
+def run(arguments: list[str]) -> int:
+    command = parse("encode", EncodeCommand, arguments)
+    if command.verify:
+        return _verify(command)
+    for name in ("processes", "shard_images", "batch_size"):
+        if getattr(command, name) < 1:
+            return fail(f"{name} {getattr(command, name)} must be >= 1")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if command.processes == 1:
+        _encode_all(command, rank, world_size, show=rank == 0)
+    elif world_size > 1:
+        return fail(f"processes {command.processes} under torchrun: let torchrun start them (--nproc-per-node)")
+    else:
+        _in_processes(command)
+    return _report(command)
+
+
+def _options(command: EncodeCommand) -> dict[str, Any]:
+    names = ("flips", "dtype", "shard_images", "batch_size")
+    return {name: getattr(command, name) for name in names} | {"skip_bad": command.bad_images == "skip"}
+
+
+def _in_processes(command: EncodeCommand) -> None:
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    threads = max(1, (os.cpu_count() or 1) // command.processes)
+    with ProcessPoolExecutor(command.processes, mp_context=get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(_encode_all, command, rank, command.processes, show=rank == 0, threads=threads)
+            for rank in range(command.processes)
+        ]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _encode_all(command: EncodeCommand, rank: int, world_size: int, *, show: bool, threads: int | None = None) -> None:
+    """This rank's share of every split."""
+    import torch
+
+    from rowdit.data.batch import DataError
+    from rowdit.encode import EncodeOptions, encode_split, open_encoder
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = EncodeOptions(**_options(command))
+    encoder = None
+    for split in command.splits:
+        try:
+            dataset = _open(command, split)
+        except DataError as error:
+            if command.split == "both" and split == "reference":
+                raise DataError(f"{error}. To encode the training images alone: --split train") from None
+            raise
+        encoder = encoder or open_encoder(command.encoder, _device(command), in_channels=dataset.image_shape[0])
+        with _Bar(split, len(dataset), show) as bar:
+            encode_split(
+                dataset, encoder, command.out / split, options, rank=rank, world_size=world_size, on_progress=bar
+            )
+
+
+def _open(command: EncodeCommand, split: Any) -> Dataset:
+    from rowdit.data import open_dataset
+
+    chosen = {} if command.channels is None else {"channels": command.channels}
+    # Skipping is the job's: a source that skips decodes everything once at opening.
+    policy = "error" if command.bad_images == "skip" else command.bad_images
+    return open_dataset(command.source, split, command.image_size, bad_images=policy, **chosen)
+
+
+def _device(command: EncodeCommand) -> str:
+    import torch
+
+    if command.device is not None:
+        return command.device
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+
+
+def _report(command: EncodeCommand) -> int:
+    """A line a split. Splits that other ranks are still at are named too."""
+    from rowdit.data.latents import MANIFEST, read_manifest
+
+    for split in command.splits:
+        folder = command.out / split
+        if not (folder / MANIFEST).exists():
+            print(f"{folder}: this rank's share is done; the manifest comes with the last rank's")
+            continue
+        facts = read_manifest(folder)
+        shape = "x".join(map(str, facts["latent_shape"]))
+        bad = f", {len(facts['bad_files'])} bad files" if facts["bad_files"] else ""
+        print(f"{folder}: {facts['num_images']} latents of {shape} in {len(facts['shards'])} shards{bad}")
+    return 0
+
+
+def _verify(command: EncodeCommand) -> int:
+    from rowdit.data import DataError
+    from rowdit.encode import verify
+
+    for split in command.splits:
+        folder = command.out / split
+        if command.split == "both" and not folder.exists():
+            continue
+        facts = verify(folder)
+        print(f"{folder}: {len(facts['shards'])} shards are as the manifest says")
+    if not any((command.out / split).exists() for split in command.splits):
+        raise DataError(f"{command.out} holds no latents")
+    return 0
+
+
+class _Bar:
+    """A progress bar for one split; silent where it isn't shown."""
+
+    def __init__(self, split: str, total: int, show: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn(f"encode {split}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, disable=not (show and console.is_terminal))
+        self._task = self._progress.add_task("", total=total)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._progress.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
