@@ -20,6 +20,7 @@ VERBS = {
     "train": "train",
     "compare": "compare",
     "tune": "tune",
+    "study": "study",
     "report": "report",
     "plan": "plan",
     "sample": "sample",
@@ -37,6 +38,7 @@ usage: rowdit VERB [ARGUMENTS]      rowdit VERB --help says more
   train [RECIPE]           one run, on this process or on all that torchrun starts; goes on where it was
   compare [RECIPE]         train the same model with AdamW, Muon and Periodic Row-wise Muon; who wins, and a page
   tune [RECIPE]            a grid of settings for one optimizer of a recipe
+  study NAME               sizes, optimizers, learning rates and seeds, tuned and repeated; --table prints a headline
   report OUT               make the page of a finished comparison again
   plan [RECIPE]            what a run takes on N ranks, without them: memory, bytes, FLOPs
   sample RUN               images from a trained model

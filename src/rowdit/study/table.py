@@ -15,8 +15,8 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
     title = f"{summary['recipe']}: {summary['score_name']}, lower is better"
     if num_seeds > 1:
         title += f", mean of {num_seeds} seeds"
-    scores = _table(title, "lr", "best", "step", "vs adamw", "half", "time", "final", "val loss")
-    costs = _table("what a step costs", "ms", "optimizer ms", "refresh", "row", "share", "to adamw's best")
+    scores = new_table(title, "lr", "best", "step", "vs adamw", "half", "time", "final", "val loss")
+    costs = new_table("what a step costs", "ms", "optimizer ms", "refresh", "row", "share", "to adamw's best")
     for label, entry in summary["optimizers"].items():
         gain = entry.get("gain_over_adamw", {}).get("best")
         scores.add_row(
@@ -50,11 +50,12 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
             console.print(f"{label}, seed {seed}: {reason}", highlight=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str, first: str = "optimizer", wrap: bool = False) -> Table:
+    """A table whose first column is text and whose others are numbers; with `wrap` narrow terminals break its cells."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("optimizer", no_wrap=True)
+    table.add_column(first, no_wrap=not wrap)
     for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=not wrap)
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,18 +26,20 @@ class Task:
         seed: of the run.
         point: what was changed to get the comparison; for tables.
         comparison: with the changes in it.
+        case: name of the study's case that it belongs to.
     """
 
     label: str
     seed: int
     point: dict[str, Any]
     comparison: Comparison
+    case: str = ""
 
     @property
     def config(self) -> RunConfig:
         return self.comparison.run_config(self.label, self.seed)
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Label, a hash of the whole config but the seed, and the seed."""
         return f"{self.label}-{digest(to_dict(self.comparison.run_config(self.label, 0)))[:10]}-seed{self.seed}"
@@ -68,16 +72,29 @@ def change(comparison: Comparison, label: str, point: Point) -> Comparison:
     Raises:
         ConfigError: an unknown key, a section in place of a key, or a value that its config refuses.
     """
-    config = to_dict(comparison)
+    changed = comparison
+    for section, values in _by_section(changed, label, point).items():
+        old = changed.optimizers[section[1]] if len(section) == 2 else getattr(changed, section[0])
+        new = from_dict(type(old), to_dict(old) | values, ".".join(section))
+        field = {**changed.optimizers, section[1]: new} if len(section) == 2 else new
+        fields: dict[str, Any] = {section[0]: field}
+        changed = dataclasses.replace(changed, **fields)
+    return changed
+
+
+def _by_section(comparison: Comparison, label: str, point: Point) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The point's values under the section that each belongs to, ("train",) or ("optimizers", label)."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    whole = to_dict(comparison) if point else {}
     for key, value in point.items():
         path = key.split(".") if "." in key else ["optimizers", label, key]
-        table: Any = config
+        table: Any = whole
         for part in path[:-1]:
             table = table.get(part) if isinstance(table, dict) else None
         if not isinstance(table, dict) or path[-1] not in table:
-            known = table if isinstance(table, dict) else config
+            known = table if isinstance(table, dict) else whole
             raise ConfigError(f"unknown key {key}{nearest(path[-1] if known is table else path[0], known)}")
         if isinstance(table[path[-1]], dict) and not isinstance(value, dict):
             raise ConfigError(f"{key} is a section; name one of its keys: {', '.join(table[path[-1]])}")
-        table[path[-1]] = value
-    return from_dict(Comparison, config)
+        found.setdefault(tuple(path[:-1]), {})[path[-1]] = value
+    return found

@@ -1,0 +1,136 @@
+"""The study behind docs/evidence.md: small Transformers on two small data sets, on processor cores.
+
+command   rowdit study small --data emoji=folder:FOLDER
+data      Fashion-MNIST from the package; FOLDER has a sub-folder for each of the ten categories of Google's emoji, from
+          npm's emoji-datasource-google 16.0.0 (package/img/google/64/*.png, categories in package/emoji.json). Without
+          --data the emoji case is left out.
+protocol  docs/evidence/protocol.md
+gave      docs/evidence.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rowdit.models.dit import DiTConfig
+from rowdit.study.cases import Case, Entry, Study
+from rowdit.study.comparison import Comparison
+from rowdit.train.config import DataConfig, EvaluateConfig, OptimizerConfig, TrainConfig
+
+DATA = ("emoji",)
+STEPS = 600
+
+
+def study(data: Mapping[str, str]) -> Study:
+    """See the module; `data` may hold the source of "emoji"."""
+    cases = [
+        Case("S", "fashion-mnist", "S", _comparison("bundled", 1, width=48)),
+        Case("M", "fashion-mnist", "M", _comparison("bundled", 1, width=80), follow="S"),
+        Case("L", "fashion-mnist", "L", _comparison("bundled", 1, width=128), follow="S"),
+    ]
+    if "emoji" in data:
+        cases.insert(1, Case("emoji", "emoji", "M", _comparison(data["emoji"], 3, width=80)))
+    names = [case.name for case in cases]
+    return Study(tuple(cases), _headline() | _paper(names) | _cheap_steps() | _schedules() | _scales() | _periods())
+
+
+def _comparison(source: str, channels: int, *, width: int) -> Comparison:
+    """16 x 16 pixels in patches of 4 x 4, three blocks, heads of 16 channels. The lrs are what tuning starts from."""
+    return Comparison(
+        model=DiTConfig(
+            image_size=16,
+            in_channels=channels,
+            patch_size=4,
+            hidden_size=width,
+            depth=3,
+            num_heads=width // 16,
+            num_classes=10,
+        ),
+        data=DataConfig(source=source),
+        train=TrainConfig(
+            batch_size=64, steps=STEPS, ema_decay=0.99, warmup_steps=20, grad_clip=1.0, checkpoint_every=300
+        ),
+        evaluate=EvaluateConfig(num_evaluations=4, num_samples=1000, num_steps=10),
+        optimizers={
+            "adamw": OptimizerConfig(name="adamw", lr=1.2e-2, betas=(0.9, 0.95)),
+            "muon": OptimizerConfig(name="muon", lr=1.6e-2, adamw_lr=3e-3),
+            "periodic": OptimizerConfig(name="periodic", lr=1.6e-2, adamw_lr=3e-3, period=3, row_scale=0.25),
+            "paper": OptimizerConfig(name="periodic", lr=8e-3, adamw_lr=3e-3, period=3, row_scale=1.0),
+        },
+    )
+
+
+ADAMW_LRS = (4.5e-3, 7.5e-3, 1.2e-2, 1.9e-2, 3e-2)
+MUON_LRS = (6e-3, 1e-2, 1.6e-2, 2.5e-2, 4e-2)
+PLAIN_LRS = (3e-3, 5e-3, 8e-3, 1.2e-2, 1.9e-2)
+
+
+def _headline() -> dict[str, Entry]:
+    betas = ([0.9, 0.9], [0.9, 0.99], [0.8, 0.95], [0.95, 0.95])
+    return {
+        "adamw": Entry(ADAMW_LRS, axes={"betas": betas}),
+        "muon": Entry(MUON_LRS, axes={"adamw_lr": (1.5e-3, 6e-3), "momentum": (0.9, 0.97)}),
+        "periodic": Entry(MUON_LRS, axes={"adamw_lr": (1.5e-3, 6e-3), "row_scale": (0.125, 0.5)}),
+    }
+
+
+def _paper(names: list[str]) -> dict[str, Entry]:
+    """The paper's plain setting, row_scale 1."""
+    cases = tuple(name for name in names if name != "L")
+    return {"paper": Entry(PLAIN_LRS, num_seeds=3, question="plain setting", cases=cases)}
+
+
+def _cheap_steps() -> dict[str, Entry]:
+    """Others in the place of the row step. All start from what was chosen for the periodic method."""
+
+    def entry(lrs: tuple[float, ...], num_seeds: int = 5, **changes: object) -> Entry:
+        return Entry(lrs, changes=changes, follow="periodic", num_seeds=num_seeds, question="cheap step", cases=("S",))
+
+    return {
+        "skip": entry((1e-2, 1.6e-2, 2.5e-2, 4e-2, 6.4e-2), row_scale=0.0),
+        "gram": entry(MUON_LRS, cheap_step="gram", row_scale=1.0),
+        "sign": entry(MUON_LRS, num_seeds=3, cheap_step="sign", row_scale=0.25),
+        "blocks": entry(MUON_LRS, num_seeds=3, cheap_step="blocks", row_scale=1.0),
+    }
+
+
+def _schedules() -> dict[str, Entry]:
+    """What might mend an end worse than Muon's: plain Muon steps at the end, a learning rate that decays."""
+    ends = ((0, 3), (STEPS - STEPS * 15 // 100, 1))
+    decay = {"train.schedule": "trapezoid", "train.decay_fraction": 0.2}
+
+    def entry(lrs: tuple[float, ...], follow: str, changes: dict[str, object]) -> Entry:
+        return Entry(lrs, changes=changes, follow=follow, num_seeds=3, question="schedule", cases=("S",))
+
+    return {
+        "ends-k1": entry((1e-2, 1.6e-2, 2.5e-2), "periodic", {"period": ends}),
+        "adamw-decay": entry((7.5e-3, 1.2e-2, 1.9e-2, 3e-2), "adamw", decay),
+        "muon-decay": entry((1e-2, 1.6e-2, 2.5e-2, 4e-2), "muon", decay),
+        "periodic-decay": entry((1e-2, 1.6e-2, 2.5e-2, 4e-2), "periodic", decay),
+    }
+
+
+def _scales() -> dict[str, Entry]:
+    """row_scale x lr at K = 3; 1 is the plain setting, 0.25 the periodic method's start."""
+    return {
+        f"scale-{scale:g}": Entry(
+            MUON_LRS,
+            changes={"row_scale": scale},
+            follow="periodic",
+            num_seeds=2,
+            question="row_scale",
+            cases=("S",),
+        )
+        for scale in (0.5, 0.25, 0.1, 0.05)
+    }
+
+
+def _periods() -> dict[str, Entry]:
+    """K at row_scale 1; K = 1 is Muon, K = 3 the plain setting."""
+    periods = {"k2": 2, "k5": 5, "k10": 10, "never": None}
+    return {
+        f"plain-{name}": Entry(
+            PLAIN_LRS, changes={"period": period}, follow="paper", num_seeds=2, question="period", cases=("S",)
+        )
+        for name, period in periods.items()
+    }
