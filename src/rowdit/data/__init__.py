@@ -23,7 +23,8 @@ from rowdit.data.batch import (
     to_float,
     to_uint8,
 )
-from rowdit.data.image_folder import BadImages, ImageFolder, open_split
+from rowdit.data.encoded import BadImages
+from rowdit.data.image_folder import ImageFolder, open_split
 from rowdit.data.index import batch_at, stream_indices
 from rowdit.data.latents import Latents, open_latents
 from rowdit.data.loader import Loader

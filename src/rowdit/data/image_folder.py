@@ -3,7 +3,7 @@
     PATH/cat/1.png  PATH/cat/more/2.jpg  PATH/dog/1.webp     two classes, "cat" (0) and "dog" (1)
 
 Classes are numbered, and files ordered, by their sorted names; :mod:`rowdit.data.folder_scan` says what is found,
-:mod:`rowdit.data.decode` how a file becomes bytes. Images are read when they are asked for, in the caller's process.
+:mod:`rowdit.data.encoded` what becomes of bad images. Images are read when they are asked for, in the caller's process.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from rowdit.data.batch import DataError, check_indices, fingerprint
-from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError, read_image
+from rowdit.data.batch import DataError
+from rowdit.data.decode import MAX_PIXELS, WHITE
+from rowdit.data.encoded import (
+    FEW_BYTES,
+    HELD_OUT_EVERY,
+    BadImages,
+    Decoding,
+    EncodedImages,
+    Part,
+    part_rows,
+    sha256_of,
+)
 from rowdit.data.folder_scan import Entry, check_folder, list_folder, scan_classes
 
 EXTENSIONS = (
@@ -26,15 +36,8 @@ EXTENSIONS = (
 )
 REFERENCE_NAMES = ("reference", "val", "valid", "validation", "test")
 
-HELD_OUT_EVERY = 10  # one image in so many is reference where a folder has no splits
 
-_FEW_BYTES = 256 << 20  # hashed without being asked: about a second
-
-BadImages = Literal["error", "skip", "replace"]
-Part = Literal["all", "train", "reference"]
-
-
-class ImageFolder:
+class ImageFolder(EncodedImages):
     """Labelled images from a folder; a :class:`rowdit.data.Dataset`.
 
     Args:
@@ -46,10 +49,7 @@ class ImageFolder:
             without a class is not.
         part: ``"all"`` images, or, for a folder without splits, ``"reference"``: of each class in its order every tenth
             (the 10th, 20th, ...), or ``"train"``: the others.
-        bad_images: what becomes of an image that can't be used (damaged, truncated, too large, without a stated scale).
-            ``"error"``: BadImageError when its turn comes. ``"skip"``: all files are decoded once at opening, and the
-            bad ones aren't part of the dataset. ``"replace"``: the next good image of its class, in the folder's order
-            and beginning anew at its end, takes its place; which one that is depends on the folder alone.
+        bad_images: what becomes of an image that can't be used; :mod:`rowdit.data.encoded` has the choices.
         background: RGB bytes that show through transparent images.
         max_pixels: an image with more is bad.
         extensions: of the files that are images, lower case, with the dot.
@@ -84,123 +84,40 @@ class ImageFolder:
         cache: bool = False,
         hash_contents: bool | None = None,
     ) -> None:
-        _check_arguments(image_size, channels, bad_images, part, background)
+        decoding = Decoding(image_size, channels, bad_images, background, max_pixels)
+        part_rows(np.empty(0, np.int64), part)  # refuses an unknown part before anything is read
         self.path = Path(path).expanduser()
-        self.image_shape = (channels, image_size, image_size)
-        self.bad_images = bad_images
-        self.bad_files: dict[str, str] = {}
-        self.num_replaced = 0
-        self._background, self._max_pixels = background, max_pixels
-
         classes, self.ignored = scan_classes(self.path, tuple(extensions))
-        self.class_names = tuple(classes) if class_names is None else tuple(class_names)
-        self.num_classes = len(self.class_names)
-        self._check_classes(classes)
-        classes = {name: _part_of(entries, part) for name, entries in classes.items()}
-        if not any(classes.values()):
+        names = tuple(classes) if class_names is None else tuple(class_names)
+        self._check_classes(names, classes)
+        entries = [entry for name in names for entry in classes.get(name, [])]
+        labels = np.repeat(np.arange(len(names), dtype=np.int64), [len(classes.get(name, [])) for name in names])
+        rows = part_rows(labels, part)
+        if not len(rows):
             raise DataError(
                 f"{self.path}: no class has {HELD_OUT_EVERY} images, so none is held out as reference; "
                 f"make sub-folders train and reference, each with a sub-folder for each class"
             )
-        entries = [entry for name in self.class_names for entry in classes.get(name, [])]
-        counts = [len(classes.get(name, [])) for name in self.class_names]
-        labels = np.repeat(np.arange(self.num_classes, dtype=np.int64), counts)
-        self.files = [entry.path for entry in entries]
-        self._cache = np.empty((len(entries), *self.image_shape), np.uint8) if cache else None
-        self._cached = np.zeros(len(entries), bool)
-        if bad_images == "skip":
-            good = self._find_good(labels)
-            entries, labels = [entries[index] for index in good], labels[good]
-            self.files = [self.files[index] for index in good]
-            if self._cache is not None:
-                self._cache, self._cached = self._cache[good], self._cached[good]
-        self.labels = labels
-        self.fingerprint = self._fingerprint(entries, hash_contents)
+        self._entries = [entries[row] for row in rows.tolist()]
+        super().__init__(str(self.path), labels[rows], names, decoding, cache=cache)
+        self.files = [self._name(row) for row in self._rows.tolist()]
+        self.fingerprint = self._fingerprint(hash_contents)
 
-    def __len__(self) -> int:
-        return len(self.files)
+    def _open(self, row: int) -> Path:
+        return self.path / self._entries[row].path
 
-    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Images (B, C, H, W) uint8 and labels (B,) int64 of ``indices``, (B,) integers in 0 .. len - 1.
+    def _name(self, row: int) -> str:
+        return self._entries[row].path
 
-        Raises:
-            IndexError: an index out of its range.
-            BadImageError: a bad image under ``bad_images="error"``.
-            DataError: under ``"replace"``, a class without a single good image.
-        """
-        indices = check_indices(indices, len(self))
-        images = np.empty((len(indices), *self.image_shape), np.uint8)
-        for row, index in enumerate(indices.tolist()):
-            images[row] = self._fetch_one(index)
-        return images, self.labels[indices]
+    def _full_name(self, row: int) -> str:
+        return str(self._open(row))
 
-    def _fetch_one(self, index: int) -> np.ndarray:
-        try:
-            return self._read(index)
-        except BadImageError as error:
-            if self.bad_images != "replace":
-                raise BadImageError(
-                    error.name,
-                    f"{error.reason}; mend or remove it, or open the folder with bad_images='skip' or 'replace'",
-                ) from error
-        label = self.labels[index]
-        first, after = np.searchsorted(self.labels, [label, label + 1]).tolist()  # labels are in ascending order
-        for candidate in (*range(index + 1, after), *range(first, index)):
-            try:
-                image = self._read(candidate)
-            except BadImageError:
-                continue
-            self.num_replaced += 1
-            return image
-        name = self.class_names[int(label)]
-        raise DataError(
-            f"{self.path / name}: none of its {after - first} images can be used, the first because of "
-            f"{self.bad_files[self.files[first]]!r}; mend them or remove the class"
-        )
-
-    def _read(self, index: int) -> np.ndarray:
-        if self._cache is not None and self._cached[index]:
-            return self._cache[index]
-        file = self.files[index]
-        if file in self.bad_files:
-            raise BadImageError(str(self.path / file), self.bad_files[file])
-        channels, size, _ = self.image_shape
-        try:
-            image = read_image(
-                self.path / file, size, channels=channels, background=self._background, max_pixels=self._max_pixels
-            )
-        except BadImageError as error:
-            self.bad_files[file] = error.reason
-            raise
-        if self._cache is not None:
-            self._cache[index], self._cached[index] = image, True
-        return image
-
-    def _find_good(self, labels: np.ndarray) -> np.ndarray:
-        """Decode all; the indices of those that can be used."""
-        good = np.zeros(len(self.files), bool)
-        for index in range(len(self.files)):
-            try:
-                self._read(index)
-                good[index] = True
-            except BadImageError:
-                continue
-        gone = sorted(set(labels.tolist()) - set(labels[good].tolist()))
-        if gone:
-            names = ", ".join(self.class_names[label] for label in gone)
-            file = next(file for file in self.bad_files if file.startswith(f"{self.class_names[gone[0]]}/"))
-            raise DataError(
-                f"{self.path}: without the bad images none is left of class {names} "
-                f"({file}: {self.bad_files[file]}); mend them or remove the class"
-            )
-        return np.flatnonzero(good)
-
-    def _check_classes(self, classes: dict[str, list[Entry]]) -> None:
-        unknown = [name for name in classes if name not in self.class_names]
+    def _check_classes(self, names: tuple[str, ...], classes: dict[str, list[Entry]]) -> None:
+        unknown = [name for name in classes if name not in names]
         if unknown:
             raise DataError(
-                f"{self.path / unknown[0]} is not one of the {self.num_classes} classes that were given "
-                f"({_listed(self.class_names)}); {len(unknown)} such sub-folder(s). Remove them or name their classes"
+                f"{self.path / unknown[0]} is not one of the {len(names)} classes that were given "
+                f"({_listed(names)}); {len(unknown)} such sub-folder(s). Remove them or name their classes"
             )
         if not any(classes.values()):
             raise DataError(f"{self.path}: no image in any of the sub-folders {_listed(list(classes))}" + self._seen())
@@ -216,39 +133,17 @@ class ImageFolder:
         others = ", ".join(f"{count} of {extension or 'no extension'}" for extension, count in self.ignored.items())
         return f"; files that are no images here: {others}" if others else ""
 
-    def _fingerprint(self, entries: list[Entry], hash_contents: bool | None) -> str:
+    def _fingerprint(self, hash_contents: bool | None) -> str:
+        entries = [self._entries[row] for row in self._rows.tolist()]
         if hash_contents is None:
-            hash_contents = sum(entry.num_bytes for entry in entries) <= _FEW_BYTES
+            hash_contents = sum(entry.num_bytes for entry in entries) <= FEW_BYTES
         digest = hashlib.sha256()
         for name in self.class_names:
             digest.update(os.fsencode(name) + b"\n")
         for entry in entries:
             content = _sha256(self.path / entry.path) if hash_contents else str(entry.num_bytes)
             digest.update(os.fsencode(entry.path) + b"\0" + content.encode() + b"\n")
-        rule = "square-bicubic"
-        if self._background != WHITE:
-            rule += "-on-{:02x}{:02x}{:02x}".format(*self._background)
-        kind = "contents" if hash_contents else "names"
-        return fingerprint(f"folder-{kind}", self.image_shape, len(entries), digest.hexdigest(), resize=rule)
-
-
-def _check_arguments(
-    image_size: int, channels: int, bad_images: str, part: str, background: tuple[int, int, int]
-) -> None:
-    for name, value, known in (("bad_images", bad_images, BadImages), ("part", part, Part)):
-        if value not in get_args(known):
-            raise ValueError(f"{name} {value!r} is not one of {', '.join(get_args(known))}")
-    if image_size < 1 or channels not in (1, 3):
-        raise ValueError(f"image_size {image_size} must be >= 1, and channels {channels} 1 or 3")
-    if len(background) != 3 or not all(0 <= value <= 255 for value in background):
-        raise ValueError(f"background {background} must be three bytes, 0..255")
-
-
-def _part_of(entries: list[Entry], part: Part) -> list[Entry]:
-    held_out = entries[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    if part == "train":
-        return [entry for place, entry in enumerate(entries, start=1) if place % HELD_OUT_EVERY]
-    return held_out if part == "reference" else entries
+        return self._mark("folder-contents" if hash_contents else "folder-names", digest.hexdigest())
 
 
 def open_split(
@@ -284,9 +179,8 @@ def open_split(
 
 def _sha256(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
+        return sha256_of(path)
+    except FileNotFoundError:  # a dangling link, or a file that is gone
         return "missing"
 
 

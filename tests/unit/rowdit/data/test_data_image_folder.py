@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rowdit.data import DataError, Dataset, ImageFolder, batch_at, image_folder, open_dataset
+from rowdit.data import DataError, Dataset, ImageFolder, batch_at, encoded, image_folder, open_dataset
 from rowdit.data.decode import BadImageError
 
 
@@ -219,7 +219,7 @@ def test_a_class_without_a_good_image_is_named_when_replacing(pets):
         path.write_text("no image")
     dataset = ImageFolder(pets, 4, bad_images="replace")
     assert values(dataset, [0, 4]) == [0, 40]
-    with pytest.raises(DataError, match="dog: none of its 5 images can be used.*not an image"):
+    with pytest.raises(DataError, match="none of the 5 images of class dog can be used.*not an image"):
         dataset.fetch(np.array([6]))
 
 
@@ -244,9 +244,9 @@ def test_bombs_are_bad_images(pets):
 
 def test_the_cache_reads_each_file_once(pets, monkeypatch):
     reads = []
-    original = image_folder.read_image
+    original = encoded.read_image
     monkeypatch.setattr(
-        image_folder, "read_image", lambda path, *args, **kw: reads.append(path) or original(path, *args, **kw)
+        encoded, "read_image", lambda path, *args, **kw: reads.append(path) or original(path, *args, **kw)
     )
     truncate(pets / "cat" / "2.png")
     dataset = ImageFolder(pets, 4, bad_images="skip", cache=True)
@@ -279,7 +279,7 @@ def test_the_fingerprint_follows_files_classes_and_geometry(pets, tmp_path):
 def test_large_folders_are_known_by_names_and_sizes(pets, monkeypatch):
     path = pets / "cat" / "0.bmp"
     write(path, 1)
-    monkeypatch.setattr(image_folder, "_FEW_BYTES", 100)
+    monkeypatch.setattr(image_folder, "FEW_BYTES", 100)
     by_name, by_content = (ImageFolder(pets, 4, hash_contents=hashed).fingerprint for hashed in (None, True))
     assert by_name.startswith("folder-names:") and by_content.startswith("folder-contents:")
     write(path, 2)
