@@ -69,12 +69,12 @@ ROWDIT = {
     # a study trains and evaluates, so it may also use what those two stand on
     "study": "streams models flow data train evaluate",
     "recipes": "models train study",
-    # a price is of a run's config, model and optimizer
-    "cost": "models train",
+    # a price is of a run's config, model, loss and optimizer
+    "cost": "models flow train",
     # times rowmuon and its peers on the shapes of the presets
     "bench": "models",
     # the verbs, and their dispatch, which prints every part's errors
-    "commands": "recipes study cost data train evaluate models flow encode bench",
+    "commands": "recipes study cost data train evaluate streams models flow encode bench",
     "cli": "commands study data train evaluate",
     "__main__": "cli",
 }

@@ -12,6 +12,7 @@ can't tell the time 998 from 1000.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ def shard_(model: DiT, parallel: ParallelConfig, mesh: DeviceMesh) -> None:
     """`fully_shard` on each block, and on the rest as one group."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # The output is only read, never written to in place.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     reduce_dtype = DTYPES[parallel.reduce_dtype]
     compute_dtype = DTYPES[parallel.param_dtype]
 

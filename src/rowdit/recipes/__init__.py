@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from rowdit.study.comparison import Comparison
     from rowdit.train.config import RunConfig
 
-RECIPES = ("quickstart", "imagenet256", "scale_1p3b", "scale_2b", "scale_4b", "scale_9b", "scale_15b")
+RECIPES = (
+    "quickstart",
+    "fashion_s",
+    "folder",
+    "imagenet256",
+    "scale_1p3b",
+    "scale_2b",
+    "scale_4b",
+    "scale_9b",
+    "scale_15b",
+)
 SIZED = ("imagenet256",)
 """Those that come in sizes, after a colon: `imagenet256:XL/2`."""
 

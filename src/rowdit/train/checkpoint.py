@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,13 +57,23 @@ class Saver:
     Args:
         folder: of the checkpoints, `RUN/checkpoints`.
         world: the ranks.
-        keep: newest complete checkpoints that are kept.
+        keep: newest complete checkpoints that are kept; None keeps all.
         asynchronous: copy the state to the CPU, then write while training goes on. The checkpoint is complete when a
             later call of `poll`, `wait` or `save` finds it written.
+        select: which tensors of the state are saved; by default all.
     """
 
-    def __init__(self, folder: Path, world: World | None = None, *, keep: int = 2, asynchronous: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World | None = None,
+        *,
+        keep: int | None = 2,
+        asynchronous: bool = False,
+        select: Callable[[TrainState], dict[str, Tensor]] = tensors_of,
+    ) -> None:
         self.folder, self.world, self.keep, self.asynchronous = folder, world or World(), keep, asynchronous
+        self.select = select
         self._pending: tuple[Future[Any], int, dict[str, Any]] | None = None
 
     def save(self, state: TrainState, config: RunConfig) -> None:
@@ -74,7 +84,7 @@ class Saver:
         """
         self.wait()
         header = values_of(state) | {"format": FORMAT, "config": to_dict(config), "num_ranks": self.world.size}
-        tensors = tensors_of(state)
+        tensors = self.select(state)
         with self._explained(state.step, tensors):
             if self.world.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +123,7 @@ class Saver:
             written.result()
             if self.world.is_main:
                 publish(self._beside(step), self.folder / _folder_name(step), header)
-                for old in complete_ones(self.folder)[: -self.keep]:
+                for old in complete_ones(self.folder)[: -self.keep] if self.keep else ():
                     shutil.rmtree(old.path, ignore_errors=True)
 
     def _beside(self, step: int) -> Path:

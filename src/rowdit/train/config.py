@@ -227,6 +227,8 @@ class TrainConfig:
         _check(self, "warmup_steps", self.warmup_steps >= 0, "an integer >= 0")
         _check(self, "decay_fraction", 0 < self.decay_fraction <= 1, "in (0, 1]")
         _check(self, "final_lr_factor", 0 <= self.final_lr_factor <= 1, "in [0, 1]")
+        if self.ema_snapshot_every and not self.ema_stds:
+            raise ConfigError(f"ema_snapshot_every = {self.ema_snapshot_every}: there is nothing to keep; set ema_stds")
         for name in ("grad_clip", "skip_grad_norm"):
             value = getattr(self, name)
             _check(self, name, value is None or value > 0, "a number > 0, or null")

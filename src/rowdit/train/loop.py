@@ -27,9 +27,10 @@ from rowdit.models.parallel import resharded
 from rowdit.train import checkpoint
 from rowdit.train.config import ConfigError, OptimizerConfig, RunConfig, to_dict
 from rowdit.train.log import write_json
+from rowdit.train.loggers import Logger
 from rowdit.train.optimizers import build_optimizer
 from rowdit.train.progress import Progress, Silent
-from rowdit.train.records import Logger, Records
+from rowdit.train.records import Records
 from rowdit.train.resume import check_same_run, read_json, remove_run
 from rowdit.train.state import TrainState, build_state
 from rowdit.train.step import TrainingDivergedError, train_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -98,8 +98,8 @@ class ConsoleProgress:
         rate = len(self.step_times) / sum(self.step_times)
         left = self._seconds_left(num_images / rate)
         self._show(
-            f"{self.label}: step {step}/{self.num_steps}, loss {self.loss:.4f}, {rate:.0f} images/s, "
-            f"{_duration(left)} left in all"
+            f"{self.label}: step {step}/{self.num_steps}, {self._details()}loss {self.loss:.4f}, "
+            f"{rate:.0f} images/s, {_duration(left)} left in all"
         )
 
     def evaluating(self, step: int) -> None:
@@ -111,6 +111,10 @@ class ConsoleProgress:
         self.ahead[self.label] = (steps_left, max(0, evaluations_left - 1))
         self.message(f"{self.label}: step {step}/{self.num_steps}, {summary}")
         self._last = time.perf_counter()
+
+    def _details(self) -> str:
+        """More about the last step, for whom it concerns."""
+        return ""
 
     def message(self, text: str) -> None:
         """A line that stays."""
@@ -131,6 +135,49 @@ class ConsoleProgress:
         steps = sum(steps for steps, _ in self.ahead.values())
         evaluations = sum(evaluations for _, evaluations in self.ahead.values())
         return steps * step_seconds + evaluations * self.evaluation_seconds
+
+
+class RunProgress(ConsoleProgress):
+    """`ConsoleProgress` of a single run, with more of each step: it is a logger too.
+
+    Args:
+        label: name of the run.
+        steps: of the run. evaluations: of the run.
+        console: as for `ConsoleProgress`.
+    """
+
+    def __init__(self, label: str, steps: int, evaluations: int, console: Console | None = None) -> None:
+        super().__init__([(label, steps, evaluations)], steps, console)
+        self._row: dict[str, Any] = {}
+        self._optimizer: dict[str, deque[float]] = {}
+        self._shares: deque[float] = deque(maxlen=50)
+
+    def start_run(self, label: str, step: int) -> None:
+        steps, evaluations = self.ahead[label]
+        self.ahead[label] = (steps - step, evaluations)
+        super().start_run(label, step)
+
+    def log_step(self, row: dict[str, Any]) -> None:
+        self._row = row
+        self._optimizer.setdefault(row["kind"], deque(maxlen=20)).append(row["optimizer_seconds"])
+        self._shares.append(row["optimizer_seconds"] / row["seconds"])
+        if row["kind"] == "skipped":
+            self.message(f"{self.label}: step {row['step']} skipped, gradient norm {row['grad_norm']:.4g}")
+
+    def log_evaluation(self, row: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _details(self) -> str:
+        kinds = {kind: times for kind, times in self._optimizer.items() if kind != "skipped"}
+        times = ", ".join(f"{kind} {1000 * sum(t) / len(t):.3g} ms" for kind, t in sorted(kinds.items()))
+        share = sum(self._shares) / len(self._shares) if self._shares else 0.0
+        return (
+            f"{self._row['images_seen']:,} images, gradient norm {self._row['grad_norm']:.3g}, "
+            f"optimizer {share:.0%} ({times}), "
+        )
 
 
 def _duration(seconds: float) -> str:

@@ -10,24 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from rowdit.train.averages import FOLDER, snapshot_tensors
 from rowdit.train.checkpoint import Saver
 from rowdit.train.config import RunConfig
 from rowdit.train.log import JsonlLog
+from rowdit.train.loggers import Logger
 from rowdit.train.state import TrainState
 from rowdit.train.step import StepResult
 from rowdit.train.world import World
-
-
-class Logger(Protocol):
-    """What else gets a run's rows: a screen, TensorBoard, W&B. See `rowdit.train.loggers`."""
-
-    def step(self, row: dict[str, Any]) -> None: ...
-
-    def evaluation(self, row: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Records:
@@ -55,6 +47,7 @@ class Records:
         self._saved_step = saved_step
         keep, asynchronous = config.train.keep_checkpoints, config.train.async_checkpoints
         self._saver = Saver(folder / "checkpoints", world, keep=keep, asynchronous=asynchronous)
+        self._averages = Saver(folder / FOLDER, world, keep=None, asynchronous=asynchronous, select=snapshot_tensors)
         self._logs: tuple[JsonlLog, JsonlLog] | None = None
         so_far: tuple[float, set[int]] = (0.0, set())
         if world.is_main:
@@ -71,8 +64,12 @@ class Records:
             row = {"step": self.state.step, "images_seen": self.state.images_seen} | row
             self._logs[0].append(row)
             for logger in self.loggers:
-                logger.step(row)
+                logger.log_step(row)
         self._saver.poll()
+        self._averages.poll()
+        every = self.config.train.ema_snapshot_every
+        if every and self.state.step % every == 0:
+            self._averages.save(self.state, self.config)
 
     def add_evaluation(self, row: dict[str, Any]) -> None:
         """Records an evaluation."""
@@ -80,7 +77,7 @@ class Records:
         if self._logs:
             self._logs[1].append(row)
             for logger in self.loggers:
-                logger.evaluation(row)
+                logger.log_evaluation(row)
 
     def save(self) -> None:
         """A checkpoint of the present step, unless there is one."""
@@ -99,5 +96,6 @@ class Records:
             log.close()
         if failure[0] is None:
             self._saver.wait()
+            self._averages.wait()
         for logger in self.loggers:
             logger.close()

@@ -83,7 +83,7 @@ def remove_run(folder: Path) -> None:
     """Deletes what a run wrote into its folder, and nothing else."""
     for name in ("config.json", "dataset.json", "log.jsonl", "evaluations.jsonl", "finished.json"):
         (folder / name).unlink(missing_ok=True)
-    for name in ("log.csv", "evaluations.csv"):
+    for name in ("log.csv", "evaluations.csv", "optimizer.txt", "wandb_id"):
         (folder / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "samples", "averages"):
+    for name in ("checkpoints", "samples", "averages", "evaluation", "tensorboard", "wandb"):
         shutil.rmtree(folder / name, ignore_errors=True)
