@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+ROWS_AT_ONCE = 5000  # features that are float64 at the same time
+
 
 class FeatureStatistics:
     """Count, sum and sum of outer products of feature vectors, in float64 on the CPU.
@@ -43,7 +45,10 @@ class FeatureStatistics:
         """Statistics of one (N, D) tensor."""
         if features.ndim != 2:
             raise ValueError(f"features must have shape (N, D), got {tuple(features.shape)}")
-        return cls(features.shape[1]).update(features)
+        statistics = cls(features.shape[1])
+        for rows in features.split(ROWS_AT_ONCE):
+            statistics.update(rows)
+        return statistics
 
     def update(self, features: Tensor) -> FeatureStatistics:
         """Add feature vectors; returns itself.

@@ -242,12 +242,25 @@ def score_images(
 
 def _distances(images: Tensor, reference: Reference, network: FeatureNetwork) -> tuple[float, float]:
     found = {"network": network.fingerprint(), "image_shape": list(images.shape[1:])}
-    wanted = {key: reference.fingerprint[key] for key in found}
-    check_same("the images", found, "the reference", wanted)
+    check_fits("the images", found, reference)
     features = network(images)
-    frechet = frechet_distance(FeatureStatistics.from_features(features), reference.statistics)
-    kernel = kernel_distance(features, reference.features, subset_size=SUBSET_SIZE, num_subsets=NUM_SUBSETS, seed=0)
-    return frechet, kernel
+    return frechet_from(features, reference), kernel_from(features, reference)
+
+
+def check_fits(name: str, found: Mapping[str, Any], reference: Reference) -> None:
+    """Raise a ValueError that shows both sides unless network and image shape are the reference's."""
+    wanted = {key: reference.fingerprint[key] for key in ("network", "image_shape")}
+    check_same(name, {key: found[key] for key in wanted}, "the reference", wanted)
+
+
+def frechet_from(features: Tensor, reference: Reference) -> float:
+    """The Frechet distance of (N, D) features from the reference."""
+    return frechet_distance(FeatureStatistics.from_features(features), reference.statistics)
+
+
+def kernel_from(features: Tensor, reference: Reference) -> float:
+    """The kernel distance of (N, D) features from the reference's."""
+    return kernel_distance(features, reference.features, subset_size=SUBSET_SIZE, num_subsets=NUM_SUBSETS, seed=0)
 
 
 def _features_of(dataset: Dataset, network: FeatureNetwork, indices: np.ndarray) -> Tensor:

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 
 from rowdit import streams
 from rowdit.evaluate.fingerprint import check_same, write_whole
-from rowdit.evaluate.generate import Decoder, Progress, describe_decoder, eval_mode, images_at
+from rowdit.evaluate.generate import Decoder, Progress, check_sampling, describe_decoder, eval_mode, images_at
 from rowdit.evaluate.ranks import Ranks
 from rowdit.evaluate.score import Sampling
+from rowdit.flow import guided_velocity, time_grid
 
 FORMAT = "rowdit.samples/1"
 _PNG_END = b"\x00\x00\x00\x00IEND\xaeB`\x82"  # the last chunk of every PNG
@@ -109,6 +110,18 @@ class SampleJob:
             "latent_shape": list(self.latent_shape),
             "decoder": describe_decoder(self.decoder),
         }
+
+    def check(self) -> None:
+        """Raise a ValueError that names the first setting that can't be, before anything is made or written."""
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
+        check_sampling(self.sampling)
+        one = torch.zeros(1, dtype=torch.int64)
+        labels_at(self.labels, one, self.num_classes, self.sampling.seed)
+        time_grid(self.sampling.num_steps, self.sampling.time_shift)
+        guided_velocity(self.model, one, self.sampling.guidance, self.num_classes, self.sampling.guidance_interval)
+        if self.decoder is None:
+            to_picture(torch.empty(self.latent_shape, dtype=torch.uint8))
 
     def batch(self, number: int) -> Tensor:
         """Images number * batch_size and on: (batch_size, C, H, W) uint8."""
@@ -227,8 +240,10 @@ def fill(
         SampleFolderError: the folder holds other images.
         OSError: an image can't be written, on a full disk, say. What is written stays, and the same call goes on.
         FloatingPointError: the model has diverged.
+        ValueError: a setting that can't be.
     """
     ranks = ranks or Ranks()
+    job.check()
     failure, missing = "", []
     if ranks.is_first:  # one rank looks, so that all see the same folder: others may be writing already
         try:
