@@ -208,8 +208,11 @@ def open_images(
         if image_size is not None:
             raise ImagesError(f"{path}: arrays are taken as they are; leave --image-size out")
         return ArrayImages(path)
+    if (path / "checkpoints").is_dir():
+        raise ImagesError(f"{path} is a run; name images: the folder that rowdit sample made of it, say")
     if path.is_dir():
-        return FolderImages(path, image_size, channels)
+        samples = path / "images" if (path / "sampling.json").is_file() else path  # a grid beside them is no sample
+        return FolderImages(samples, image_size, channels)
     try:
         options: dict[str, Any] = {"channels": channels} if channels and str(spec).startswith("folder:") else {}
         return DatasetImages(open_dataset(str(spec), split, image_size, **options))
