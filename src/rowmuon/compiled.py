@@ -1,19 +1,21 @@
-"""The row step through ``torch.compile``: `rowmuon.update.row_step_` in two passes over each block of rows.
+"""The row step through ``torch.compile``: memory is passed over once.
 
-The first pass takes the gradient into the momentum and sums the squares of each row of U, the second steps. The block
-stays in the caches from one to the other. (One function for both is what the CPU's inductor of torch 2.13 fails on.)
+A row goes through all of `rowmuon.update.row_step_` while it lies in the innermost cache: read g, m and w, write m and
+w, five passes over memory where a fused AdamW makes seven. Rows that are split between ranks take two passes by nature:
+the sums must come back from the other ranks before anything is stepped.
 
-All settings enter as 0-dim tensors and all sizes are symbols, so neither lr, momentum, decay, Nesterov, `maximize` nor
-a new shape compiles again: each pass is compiled once for each combination of dtypes, on memory of its own. So a
-compiler that is missing or fails is noticed before any weight or momentum has changed.
+All settings enter as tensors and all sizes are symbols, so neither lr, momentum, decay, Nesterov, `maximize` nor a new
+shape compiles again. Matrices are stepped `_AT_ONCE` a call, since a call costs as much as a few thousand elements.
+Everything is compiled on memory of its own before it touches a parameter, so a compiler that is missing or fails is
+noticed before any weight or momentum has changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +23,21 @@ from torch import Tensor
 from rowmuon import update
 from rowmuon.device import compute_device
 
-__all__ = ["row_step_"]
+__all__ = ["apply_split_row_step_", "row_step_", "split_row_sums_"]
 
-# What the passes are compiled on. Large, so that inductor makes parallel loops of them; not square, or rows and columns
-# would be one symbol, and other shapes another compilation.
-_SAMPLE_SHAPE = (512, 1024)
+_AT_ONCE = 4
+
+# Inductor keeps a value that reads more than this many others, and computes a cheaper one anew wherever it is used. So
+# M and U stay in a buffer of one row each. (Were M computed anew, the CPU's inductor of torch 2.13 would end in a
+# KeyError in its outer loops: it takes the write of M for a read of W.)
+_CPU_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"realize_reads_threshold": 3}
+
+
+class _Matrix(NamedTuple):
+    weight: Tensor
+    momentum: Tensor
+    grad: Tensor
+    scale: float
 
 
 @torch.no_grad()
@@ -46,95 +58,199 @@ def row_step_(
 
     The momentum may differ from the eager one by a rounding to its dtype, the step of a weight by a few roundings (up
     to 8 eps of lr * scale) to the narrower dtype of momentum and gradient: between its steps the eager path rounds to
-    these, this one stays in fp32. A bf16 weight is rounded once on both. Matrices and remainders of a single row or
-    column are done eagerly, since torch.compile takes a 1 for a constant; so are fake tensors.
+    these, this one stays in fp32. A bf16 weight is rounded once on both. Matrices of a single row or column are done
+    eagerly, since torch.compile takes a 1 for a constant; so are fake tensors.
 
     Raises:
         RuntimeError: torch.compile can't build it here. Nothing has changed then.
     """
-    matrices = list(zip(weights, momenta, grads, scales, strict=True))
-    for dtypes in {(w.dtype, m.dtype, g.dtype, w.device) for w, m, g, _ in matrices if _can_compile(w)}:
-        _build(*dtypes)
-    eager: list[tuple[Tensor, Tensor, Tensor, float]] = []
-    for weight, momentum, grad, scale in matrices:
-        if not _can_compile(weight):
-            eager.append((weight, momentum, grad, scale))
-            continue
-        work = update._work_dtype(weight, momentum, grad)
-        # Two tensors even where they are equal: one that is passed twice would be another compilation.
-        mix, nesterov_mix = _scalar(1 - beta, work), _scalar(1 - beta if nesterov else 0.0, work)
-        sign = _scalar(-1.0 if maximize else 1.0, work)
-        keep, step = _scalar(1 - lr * weight_decay, work), _scalar(lr * scale, work)
-        floor = _scalar(min(eps, math.sqrt(torch.finfo(work).tiny)), work)
-        momentum_and_sums_, step_ = _passes()
-        for w, m, g in update._blocks(weight.detach(), momentum.detach(), grad.detach()):
-            if w.shape[0] == 1:  # what is left over
-                eager.append((w, m, g, scale))
-                continue
-            sums = momentum_and_sums_(m, g, mix, nesterov_mix, sign)
-            step_(w, m, g, sums, nesterov_mix, sign, keep, step, floor)
+    matrices = [_Matrix(*matrix) for matrix in zip(weights, momenta, grads, scales, strict=True)]
+    eager = [matrix for matrix in matrices if not _can_compile(matrix.weight)]
+    by_dtypes: dict[tuple[Any, ...], list[_Matrix]] = {}
+    for matrix in matrices:
+        if _can_compile(matrix.weight):
+            by_dtypes.setdefault(_dtypes(*matrix[:3]), []).append(matrix)
+    for dtypes, members in by_dtypes.items():
+        for count in {len(batch) for batch in _batches(members)}:
+            _build("whole", count, *dtypes)
+    hyper: Any = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "nesterov": nesterov, "eps": eps}
+    hyper["maximize"] = maximize
+    for members in by_dtypes.values():
+        for batch in _batches(members):
+            _compiled("whole", len(batch), batch[0].weight.device.type)(*_whole_arguments(batch, **hyper))
     if eager:
         weights, momenta, grads, scales = zip(*eager, strict=True)
-        hyper = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "nesterov": nesterov, "eps": eps}
-        update.row_step_(weights, momenta, grads, scales=scales, maximize=maximize, **hyper)  # type: ignore[arg-type]
+        update.row_step_(weights, momenta, grads, scales=scales, **hyper)
 
 
-def _can_compile(weight: Tensor) -> bool:
-    return min(weight.shape) > 1 and compute_device(weight) != "fake"
+@torch.no_grad()
+def split_row_sums_(momentum: Tensor, grad: Tensor, *, beta: float, nesterov: bool, maximize: bool = False) -> Tensor:
+    """`rowmuon.update.split_row_sums_`, compiled. Raises and differs as `row_step_` does."""
+    if not _can_compile(momentum):
+        return update.split_row_sums_(momentum, grad, beta=beta, nesterov=nesterov, maximize=maximize)
+    _build("sums", 1, *_dtypes(momentum, momentum, grad))
+    work = update._work_dtype(momentum, grad)
+    settings = _settings((-1.0 if maximize else 1.0, 1 - beta, 1 - beta if nesterov else 0.0), work)
+    return _compiled("sums", 1, momentum.device.type)(momentum.detach(), grad.detach(), settings)
 
 
-def _scalar(value: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """0-dim, on the CPU unless it is a tensor that lies elsewhere."""
-    if isinstance(value, Tensor):
-        return value.detach().reshape(()).to(dtype)
-    return torch.tensor(value, dtype=dtype, device="cpu")
-
-
-def _momentum_and_sums_(momentum: Tensor, grad: Tensor, mix: Tensor, nesterov_mix: Tensor, sign: Tensor) -> Tensor:
-    """M <- M + mix (G - M), in place; the sum of squares of each row of U = M + nesterov_mix (G - M)."""
-    g = grad.to(mix.dtype) * sign
-    m = momentum.to(mix.dtype)
-    m = m + mix * (g - m)
-    u = m + nesterov_mix * (g - m)
-    momentum.copy_(m)
-    return u.square().sum(dim=1)
-
-
-def _step_(
+@torch.no_grad()
+def apply_split_row_step_(
     weight: Tensor,
     momentum: Tensor,
     grad: Tensor,
     sums: Tensor,
-    nesterov_mix: Tensor,
-    sign: Tensor,
-    keep: Tensor,
-    step: Tensor,
-    floor: Tensor,
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+    beta: float,
+    nesterov: bool,
+    scale: float,
+    eps: float,
+    maximize: bool = False,
 ) -> None:
+    """`rowmuon.update.apply_split_row_step_`, compiled. Raises and differs as `row_step_` does."""
+    if not _can_compile(weight):
+        hyper: Any = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "nesterov": nesterov, "eps": eps}
+        update.apply_split_row_step_(weight, momentum, grad, sums, scale=scale, maximize=maximize, **hyper)
+        return
+    _build("apply", 1, *_dtypes(weight, momentum, grad))
+    work = update._work_dtype(weight, momentum, grad)
+    settings = _settings(_step_settings(work, scale, lr, weight_decay, beta, nesterov, eps, maximize), work)
+    _compiled("apply", 1, weight.device.type)(weight.detach(), momentum.detach(), grad.detach(), sums, settings)
+
+
+def _can_compile(matrix: Tensor) -> bool:
+    return min(matrix.shape) > 1 and compute_device(matrix) != "fake"
+
+
+def _dtypes(weight: Tensor, momentum: Tensor, grad: Tensor) -> tuple[Any, ...]:
+    return weight.dtype, momentum.dtype, grad.dtype, weight.device
+
+
+def _batches(members: Sequence[_Matrix]) -> Iterator[Sequence[_Matrix]]:
+    """`_AT_ONCE` at a time, and what is left over one by one: so two sizes are compiled and no more."""
+    whole = len(members) - len(members) % _AT_ONCE
+    for start in range(0, whole, _AT_ONCE):
+        yield members[start : start + _AT_ONCE]
+    for position in range(whole, len(members)):
+        yield members[position : position + 1]
+
+
+def _settings(values: Sequence[float | Tensor], dtype: torch.dtype) -> Tensor:
+    """One 1-D tensor: on the CPU, unless a value is a tensor that lies elsewhere; never read back."""
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    if not devices:
+        return torch.tensor(values, dtype=dtype, device="cpu")
+    parts = [torch.as_tensor(value, dtype=dtype, device=devices[0]).detach().reshape(()) for value in values]
+    return torch.stack(parts)
+
+
+def _step_settings(
+    work: torch.dtype,
+    scale: float,
+    lr: float | Tensor,
+    weight_decay: float,
+    beta: float,
+    nesterov: bool,
+    eps: float,
+    maximize: bool,
+) -> tuple[float | Tensor, ...]:
+    """(sign of the gradient, share of the gradient in U, what the decay leaves of W, step, least norm)."""
+    floor = min(eps, math.sqrt(torch.finfo(work).tiny))
+    sign, share = -1.0 if maximize else 1.0, 1 - beta if nesterov else 0.0
+    return sign, share, 1 - lr * weight_decay, lr * scale, floor
+
+
+def _whole_arguments(batch: Sequence[_Matrix], *, beta: float, **hyper: Any) -> tuple[list[tuple[Tensor, ...]], Tensor]:
+    """What `_row_steps_` takes."""
+    work = update._work_dtype(*batch[0][:3])
+    matrices = []
+    for place, (weight, momentum, grad, _) in enumerate(batch):
+        mix = _mix_column(place, weight.shape[0], 1 - beta, work, weight.device)
+        matrices.append((weight.detach(), momentum.detach(), grad.detach(), mix))
+    settings = [value for matrix in batch for value in _step_settings(work, matrix.scale, beta=beta, **hyper)]
+    return matrices, _settings(settings, work).view(len(batch), -1)
+
+
+@lru_cache(maxsize=64)
+def _mix_column(place: int, num_rows: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(num_rows, 1), all of them `value`: a column, since it holds rows and columns apart in inductor's eyes.
+
+    Were they one long loop for the momentum, it couldn't be the same loop as that of the sums, and memory would be
+    passed over twice. Each place of a call has its own: one tensor that is passed twice is another compilation.
+    """
+    return torch.full((num_rows, 1), value, dtype=dtype, device=device)
+
+
+# ----------------------------------------------------------------------------------------------- what is compiled
+
+
+def _row_steps_(matrices: Sequence[tuple[Tensor, ...]], all_settings: Tensor) -> None:
+    """M <- M + mix (G - M), U = M + share (G - M), W_i <- keep W_i - step U_i / max(||U_i||, floor), in place."""
+    for (weight, momentum, grad, mix), settings in zip(matrices, all_settings.unbind(), strict=True):
+        sign, share, keep, step, floor = settings.unbind()
+        g = grad.to(settings.dtype) * sign
+        m = momentum.to(settings.dtype)
+        m = m + mix * (g - m)
+        u = m + share * (g - m)
+        factor = step / u.square().sum(dim=1, keepdim=True).sqrt().clamp_min(floor)
+        momentum.copy_(m)
+        weight.copy_(weight.to(settings.dtype) * keep - u * factor)
+
+
+def _row_sums_(momentum: Tensor, grad: Tensor, settings: Tensor) -> Tensor:
+    """M <- M + mix (G - M), in place; the sum of squares of each row of U."""
+    sign, mix, share = settings.unbind()
+    g = grad.to(settings.dtype) * sign
+    m = momentum.to(settings.dtype)
+    m = m + mix * (g - m)
+    u = m + share * (g - m)
+    momentum.copy_(m)
+    return u.square().sum(dim=1)
+
+
+def _apply_(weight: Tensor, momentum: Tensor, grad: Tensor, sums: Tensor, settings: Tensor) -> None:
     """W_i <- keep W_i - step U_i / max(sqrt(sum_i), floor), in place."""
-    g = grad.to(step.dtype) * sign
-    m = momentum.to(step.dtype)
-    u = m + nesterov_mix * (g - m)
+    sign, share, keep, step, floor = settings.unbind()
+    g = grad.to(settings.dtype) * sign
+    m = momentum.to(settings.dtype)
+    u = m + share * (g - m)
     factor = step / sums.sqrt().clamp_min(floor)
-    weight.copy_(weight.to(step.dtype) * keep - u * factor.unsqueeze(1))
+    weight.copy_(weight.to(settings.dtype) * keep - u * factor.unsqueeze(1))
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"whole": _row_steps_, "sums": _row_sums_, "apply": _apply_}
 
 
 @cache
-def _passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Both passes; made on first use, because torch.compile loads half of torch."""
-    momentum_and_sums_ = torch.compile(_momentum_and_sums_, dynamic=True, fullgraph=True)
-    return momentum_and_sums_, torch.compile(_step_, dynamic=True, fullgraph=True)
+def _compiled(name: str, count: int, device_type: str) -> Callable[..., Any]:
+    """Made on first use, because torch.compile loads half of torch. One for each count: its graph is unrolled."""
+    options = _CPU_OPTIONS if device_type == "cpu" and name == "whole" else None
+    return torch.compile(_FUNCTIONS[name], dynamic=True, fullgraph=True, options=options)
 
 
 @cache
-def _build(weight: torch.dtype, momentum: torch.dtype, grad: torch.dtype, device: torch.device) -> None:
-    """Compiles both passes for these dtypes, or raises RuntimeError. Takes seconds, once in a process."""
-    w, m, g = (torch.zeros(_SAMPLE_SHAPE, dtype=dtype, device=device) for dtype in (weight, momentum, grad))
-    work = update._work_dtype(w, m, g)
-    one = [_scalar(1.0, work) for _ in range(5)]
-    momentum_and_sums_, step_ = _passes()
+def _build(
+    name: str, count: int, weight: torch.dtype, momentum: torch.dtype, grad: torch.dtype, device: torch.device
+) -> None:
+    """Compiles one of them for these dtypes, or raises RuntimeError. Takes seconds, once in a process."""
+    arguments: tuple[Any, ...]
+    # Every side of another length: equal ones would be one symbol, and other shapes another compilation. Large, so that
+    # inductor makes parallel loops of them.
+    shapes = [(512 + 16 * i, 1024 + 16 * i) for i in range(count)]
+    made = [[torch.zeros(s, dtype=dtype, device=device) for dtype in (weight, momentum, grad)] for s in shapes]
+    hyper: Any = {"lr": 0.0, "weight_decay": 0.0, "beta": 0.0, "nesterov": True, "eps": 1e-7, "maximize": False}
+    if name == "whole":
+        arguments = _whole_arguments([_Matrix(w, m, g, 1.0) for w, m, g in made], **hyper)
+    else:
+        ((w, m, g),) = made
+        work = update._work_dtype(m, g) if name == "sums" else update._work_dtype(w, m, g)
+        sums = torch.zeros(shapes[0][0], dtype=update._work_dtype(m, g), device=device)
+        apply = (w, m, g, sums, _settings(_step_settings(work, 1.0, **hyper), work))
+        arguments = (m, g, _settings((1.0, 1.0, 1.0), work)) if name == "sums" else apply
     try:
-        step_(w, m, g, momentum_and_sums_(m, g, *one[:3]), *one)
+        _compiled(name, count, device.type)(*arguments)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RuntimeError(

@@ -77,7 +77,7 @@ class Runtime:
     Args:
         rank: this process's global rank (0 where there is no process group).
         group_of: gives the process group over a tuple of global ranks.
-        compile_rows: whether row steps whose rows are whole here go through torch.compile.
+        compile_rows: whether row steps go through torch.compile.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Runtime:
         finishers: list[Callable[[], None]] = []
         for split in plan.split_rows(self.rank):
             ranks, members = split.ranks, split.members
-            parts = [row_sums(shards[index]).to(split.dtype) for index in members]
+            parts = [row_sums(shards[index], compile=self.compile_rows).to(split.dtype) for index in members]
             sizes = [part.numel() for part in parts]
             total = torch.cat(parts)
             del parts
@@ -148,7 +148,7 @@ class Runtime:
             ) -> None:
                 work.wait()
                 for index, sums in zip(members, total.split(sizes), strict=True):
-                    finish_split_rows(shards[index], sums)
+                    finish_split_rows(shards[index], sums, compile=self.compile_rows)
 
             finishers.append(finish)
         return finishers

@@ -118,21 +118,23 @@ def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
     return local_tensor(grad)
 
 
-def row_sums(shard: Shard) -> Tensor:
+def row_sums(shard: Shard, *, compile: bool = False) -> Tensor:
     momentum = shard.momentum.flatten(0, 1)
     if shard.grad is None:
         sums = torch.linalg.vector_norm(momentum, dim=1, dtype=torch.promote_types(momentum.dtype, torch.float32))
         return sums.square_()
     h = shard.hyper
     grad = shard.grad.flatten(0, 1)
-    return split_row_sums_(momentum, grad, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
+    sum_rows_ = compiled.split_row_sums_ if compile else split_row_sums_
+    return sum_rows_(momentum, grad, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
 
 
-def finish_split_rows(shard: Shard, sums: Tensor) -> None:
+def finish_split_rows(shard: Shard, sums: Tensor, *, compile: bool = False) -> None:
     if shard.grad is None:
         return
     h = shard.hyper
-    apply_split_row_step_(
+    apply = compiled.apply_split_row_step_ if compile else apply_split_row_step_
+    apply(
         shard.weight.flatten(0, 1),
         shard.momentum.flatten(0, 1),
         shard.grad.flatten(0, 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,26 @@ def test_nothing_is_compiled_after_the_first_row_step() -> None:
             first = counters["stats"]["unique_graphs"]
         seen.append(counters["stats"]["unique_graphs"])
     assert seen[0] == first
-    assert seen[1] - first == 2  # the two passes
+    assert seen[1] - first == 1  # twenty matrices are five calls of four
     assert seen[1:] == [seen[1]] * 8
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", CHANGES)
+def test_split_rows_are_those_of_the_eager_step(change: dict[str, Any]) -> None:
+    settings = {**STEP, **change}
+    of_sums = {key: settings[key] for key in ("beta", "nesterov", "maximize")}
+    for shape in ((1, 6), (5, 1), (130, 67)):
+        weight, momentum, grad = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(3))
+        other = weight.clone(), momentum.clone()
+        sums = compiled.split_row_sums_(momentum, grad, **of_sums)
+        expected = update.split_row_sums_(other[1], grad, **of_sums)
+        torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(momentum, other[1], rtol=1e-6, atol=1e-6)
+        compiled.apply_split_row_step_(weight, momentum, grad, 2 * sums, scale=0.3, **settings)
+        update.apply_split_row_step_(other[0], other[1], grad, 2 * expected, scale=0.3, **settings)
+        # a few roundings of the weight; of the step, which is at most lr * scale
+        torch.testing.assert_close(weight, other[0], rtol=4e-7, atol=1e-6 * 0.02 * 0.3)
 
 
 @needs_compiler
@@ -118,7 +137,7 @@ def test_failure_names_the_way_out_and_changes_nothing(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise OSError("no such compiler")
 
-    monkeypatch.setattr(compiled, "_passes", lambda: (fail, fail))
+    monkeypatch.setattr(compiled, "_compiled", lambda *_: fail)
     compiled._build.cache_clear()
     params = make_params([(4, 6)])
     opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True)
@@ -133,7 +152,7 @@ def test_failure_names_the_way_out_and_changes_nothing(monkeypatch: pytest.Monke
 def test_fake_tensors_take_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(compiled, "_passes", lambda: pytest.fail("compiled under a fake mode"))
+    monkeypatch.setattr(compiled, "_compiled", lambda *_: pytest.fail("compiled under a fake mode"))
     with FakeTensorMode():
         params = make_params([(4, 6)])
         opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True)
