@@ -3,7 +3,8 @@
 from rowmuon import rules
 from rowmuon.clipping import clip_grad_norm_
 from rowmuon.coefficients import COEFFICIENTS
-from rowmuon.optimizer import Muon, PeriodicRowMuon
+from rowmuon.muon import Muon
+from rowmuon.optimizer import PeriodicRowMuon
 from rowmuon.orthogonalize import newton_schulz, newton_schulz_flops
 from rowmuon.routing import ParamGroups, Rule, param_groups
 from rowmuon.traffic import StepTraffic, Traffic

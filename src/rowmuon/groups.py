@@ -20,6 +20,7 @@ from rowmuon.update import AdjustLr
 
 __all__ = [
     "ADAMW_DEFAULTS",
+    "ADAMW_KEYS",
     "KERNEL_KEYS",
     "MUON_KEYS",
     "AdjustLr",

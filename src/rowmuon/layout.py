@@ -80,6 +80,10 @@ class Grid:
         """Mesh coordinate of a global rank."""
         return self._coordinates[rank]
 
+    def rises_along(self, axis: int) -> bool:
+        """Whether the ranks rise along ``axis`` everywhere, as they do in their process groups."""
+        return _rises_along(self, axis)
+
     def index_along(self, axes: tuple[int, ...], rank: int) -> int:
         """Position of ``rank`` on ``axes``, in row-major order of the mesh; its order of ranks may be any."""
         index = 0
@@ -93,6 +97,15 @@ class Grid:
         Rising order is the order of a torch process group over them, whatever the mesh's own order is.
         """
         return _slice_along(self, axes, rank)
+
+
+@lru_cache(maxsize=256)
+def _rises_along(grid: Grid, axis: int) -> bool:
+    stride = math.prod(grid.shape[axis + 1 :])
+    ends = stride * grid.shape[axis]
+    return all(
+        grid.ranks[i] < grid.ranks[i + stride] for i in range(len(grid.ranks) - stride) if i % ends < ends - stride
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -288,6 +301,14 @@ def layout_of(
         return Layout(shape, stack_dims, chunks, Grid((len(ranks),), tuple(sorted(ranks))))
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
     grid = grid_of(mesh)
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate() and not grid.rises_along(axis):
+            raise ValueError(
+                f"parameter {name!r} {shape}, placements {placements}: it is split along mesh axis {axis}, on which "
+                f"the ranks of the mesh, {mesh.mesh.tolist()}, don't rise. torch deals such shards by the order of "
+                "ranks in the process group in some operations and by the order in the mesh in others. Make the mesh "
+                "of rising ranks (init_device_mesh does)."
+            )
     splits = tuple(
         _split(axis, tensor_dim, grid, shape, stack_dims, f"parameter {name!r} {shape}, placements {placements}")
         for axis, tensor_dim in _split_order(placements, grid, f"parameter {name!r} {shape}")

@@ -3,8 +3,9 @@ which parameters refresh, `plan.py` what to do, and lets `runtime.py` do it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowmuon import adamw
+from rowmuon.agreement import compare_ranks
 from rowmuon.coefficients import Triple, resolve_coefficients
 from rowmuon.entries import make_entry
 from rowmuon.groups import (
@@ -27,14 +29,15 @@ from rowmuon.groups import (
 )
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
-from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, explain_difference, plan_hash
-from rowmuon.process_groups import ProcessGroups
+from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan
+from rowmuon.process_groups import ProcessGroups, check_process_group
 from rowmuon.runtime import Runtime, all_finite
 from rowmuon.shards import Hyper, Shard, make_shard
 from rowmuon.state import adapt_state_dict, finish_loading, init_state
 from rowmuon.traffic import Traffic
+from rowmuon.watch import GradientWatch
 
-__all__ = ["Muon", "PeriodicRowMuon"]
+__all__ = ["PeriodicRowMuon"]
 
 StepKind = Literal["refresh", "row", "mixed"]
 
@@ -94,6 +97,7 @@ class PeriodicRowMuon(Optimizer):
     """
 
     _is_set_up = False
+    _needs_process_group = False
 
     def __init__(
         self,
@@ -139,7 +143,8 @@ class PeriodicRowMuon(Optimizer):
         }
         check_hyper(defaults, "the constructor")
         self.stagger, self.ns_dtype, self.state_dtype = stagger, ns_dtype, state_dtype
-        self.process_group, self.skip_nonfinite, self.compile = process_group, skip_nonfinite, compile
+        check_process_group(process_group)
+        self._process_group, self.skip_nonfinite, self.compile = process_group, skip_nonfinite, compile
         self.num_skipped_steps = 0
         self.traffic = Traffic()
         self._reset_caches()
@@ -194,28 +199,58 @@ class PeriodicRowMuon(Optimizer):
         self._layouts: dict[Tensor, Layout] = {}
         self._plans: dict[tuple, StepPlan] = {}
         self._compared = False
-        self._process_groups = ProcessGroups()
-        self._process_groups.known(self.process_group)
+        self._process_groups = ProcessGroups(self.process_group)
+        self._gradient_watch = GradientWatch()
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._runtime = Runtime(rank, self._process_groups.group_of, compile_rows=self.compile)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Over which plain tensors are replicated. It isn't pickled: set it again on what was unpickled."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        check_process_group(group)
+        self._process_group, self._needs_process_group = group, False
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Everything that isn't in the state, from the groups."""
+        self._reset_caches()
+        for group in self.param_groups:
+            self._layouts.update(self._check_group(group))
+        self._process_groups.prepare(self._layouts.items())
 
     def __getstate__(self) -> dict[str, Any]:
         # As torch does: no hooks, nor the `step` that a scheduler put over this object's own. A process group is a
         # handle of this process; plans and layouts are made again from the groups.
         names = ("options", "stagger", "ns_dtype", "state_dtype", "skip_nonfinite", "num_skipped_steps", "traffic")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in (*names, "compile")}}
+        kept = {name: self.__dict__[name] for name in (*names, "compile")}
+        needs = self._needs_process_group or self.process_group is not None
+        return {**super().__getstate__(), **kept, "_needs_process_group": needs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         finish_loading(self)
         if "_runtime" in self.__dict__:
             return
-        self.process_group = None  # unpickled or copied
-        self._reset_caches()
+        self._process_group = None  # unpickled or copied
+        self._rebuild()
         self._is_set_up = True
-        for group in self.param_groups:
-            self._layouts.update(self._check_group(group))
-        self._process_groups.prepare(self._layouts.items())
+
+    def __copy__(self) -> Self:
+        return self._copied(self.__getstate__(), type(self).__new__(type(self)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        return self._copied(copy.deepcopy(self.__getstate__(), memo), copied)
+
+    def _copied(self, state: dict[str, Any], copied: Self) -> Self:
+        copied.__setstate__(state)
+        if self.process_group is not None:
+            copied.process_group = self.process_group
+        return copied
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this optimizer or, where names allow, of ``torch.optim.Muon`` or microsoft/dion's Muon.
@@ -260,6 +295,12 @@ class PeriodicRowMuon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._needs_process_group:
+            raise RuntimeError(
+                "this optimizer was unpickled, and its process group stayed in the process that pickled it: set "
+                "optimizer.process_group (to torch.distributed.group.WORLD, say) before its first step"
+            )
+        self._gradient_watch.look(self.param_groups)
         muon = self._muon_params()
         if not self._compared:
             self._compare(muon)
@@ -291,7 +332,8 @@ class PeriodicRowMuon(Optimizer):
 
     def _plan(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> StepPlan:
         """The plan of this step; made once for each set of refreshing parameters."""
-        kernels = {id(group): repr([group[key] for key in KERNEL_KEYS]) for _, group, _ in muon}
+        groups = {id(group): group for _, group, _ in muon}
+        kernels = {number: repr([group[key] for key in KERNEL_KEYS]) for number, group in groups.items()}
         key = (*kernels.values(), *((id(parameter), due) for parameter, _, due in muon))
         plan = self._plans.get(key)
         if plan is None:
@@ -328,20 +370,11 @@ class PeriodicRowMuon(Optimizer):
 
     def _compare(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> None:
         """Raises RuntimeError, on all ranks of a mesh, if one of them would do something else; it is named."""
-        entries = self._entries(muon)
-        heard: list[dict[int, int]] = []
-        for stages, members in self._process_groups.comparisons(entry.layout for entry in entries).values():
-            if self._process_groups.is_fake(stages[0]):
-                continue
-            extra: list[object] = [self.skip_nonfinite]
-            for i in members:  # by name too: equal shapes in another order would mix up the parameters
-                parameter, group, _ = muon[i]
-                extra.append((entries[i].name, group["period"], *map(self.state[parameter].get, ("step", "phase"))))
-            number = plan_hash([entries[i] for i in members], self.options, extra)
-            heard.append(self._runtime.numbers_of_all(stages, number, local_tensor(muon[members[0]][0]).device))
-        problems = [difference for difference in map(explain_difference, heard) if difference]
-        if problems:  # only now: a rank that stopped at the first would leave others waiting in the second
-            raise RuntimeError("; ".join(problems))
+        adamw_params = [(p, g) for g in self.param_groups if g["algorithm"] == "adamw" for p in g["params"]]
+        entries = zip(muon, self._entries(muon), strict=True)
+        muon_params = [(p, group, self.state[p], self._layouts[p], entry) for (p, group, _), entry in entries]
+        same = (self.options, self.skip_nonfinite)
+        compare_ranks(muon_params, adamw_params, same, self._process_groups, self._runtime)
         self._compared = True
 
     # -------------------------------------------------------------------------------------------------- reports
@@ -355,30 +388,6 @@ class PeriodicRowMuon(Optimizer):
         from rowmuon.report import describe
 
         return describe(self)
-
-
-class Muon(PeriodicRowMuon):
-    """Muon: :class:`PeriodicRowMuon` with period 1. Takes the same arguments, but neither period nor row_scale.
-
-    It stays Muon when it loads the state dict of a periodic run.
-    """
-
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        for name in ("period", "row_scale", "stagger"):
-            if name in kwargs:
-                raise TypeError(f"Muon takes no {name}: every step is a refresh. Use PeriodicRowMuon.")
-        super().__init__(params, *args, period=1, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if param_group.get("period", 1) != 1:
-            raise ValueError(f"period={param_group['period']!r} in a group of Muon, whose period is 1")
-        super().add_param_group(param_group)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            if group["algorithm"] == "muon":
-                group["period"] = 1
 
 
 def _kind(due: Sequence[bool]) -> StepKind:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from rowmuon.layout import Layout, local_tensor
+from rowmuon.layout import Grid, Layout, grid_of, local_tensor
 
-__all__ = ["ProcessGroups"]
+__all__ = ["Comparison", "ProcessGroups", "check_process_group"]
 
 Ranks = tuple[int, ...]
 
@@ -20,15 +21,17 @@ post-accumulate hook, share the groups that the mesh itself hasn't got."""
 
 
 class ProcessGroups:
-    """Process groups by their ranks: the mesh's own where it has one, else made by their members alone."""
+    """Process groups by their ranks: the mesh's own where it has one, else made by their members alone.
 
-    def __init__(self) -> None:
+    Args:
+        plain: the process group over which plain tensors are replicated, or None.
+    """
+
+    def __init__(self, plain: Any = None) -> None:
+        self._plain = plain
         self._groups: dict[Ranks, Any] = {}
-
-    def known(self, group: Any) -> None:
-        """Registers a group that exists already."""
-        if group is not None:
-            self._groups.setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+        if plain is not None:
+            self._groups[tuple(sorted(dist.get_process_group_ranks(plain)))] = plain
 
     def group_of(self, ranks: Ranks) -> Any:
         return self._groups[ranks]
@@ -65,24 +68,73 @@ class ProcessGroups:
             if tuple(sorted(layout.grid.ranks)) == everyone:
                 self._groups.setdefault(everyone, dist.group.WORLD)
 
-    def comparisons(self, layouts: Iterable[Layout]) -> dict[Ranks, tuple[list[Ranks], list[int]]]:
-        """How the ranks of each mesh compare something, and what they do together.
+    def comparisons(self, params: Iterable[tuple[Tensor, Layout | None]]) -> dict[Ranks, Comparison]:
+        """How the ranks of each mesh compare something, in an order that is the same on all ranks.
 
-        Returns:
-            The ranks of a mesh -> (groups to gather over, one after another, until all have heard from all; positions
-            of the layouts on that mesh, or on another one of the same ranks).
+        Args:
+            params: with their layouts; None for AdamW's, which need none.
         """
-        out: dict[Ranks, tuple[list[Ranks], list[int]]] = {}
-        for position, layout in enumerate(layouts):
-            if layout.grid is None or len(layout.grid.ranks) == 1:
+        if not (dist.is_available() and dist.is_initialized()):
+            return {}
+        rank = dist.get_rank()
+        out: dict[Ranks, Comparison] = {}
+        for position, (parameter, layout) in enumerate(params):
+            grid = _grid(parameter, self._plain) if layout is None else layout.grid
+            if grid is None or len(grid.ranks) == 1 or rank not in grid.ranks:
                 continue
-            ranks = tuple(sorted(layout.grid.ranks))
+            ranks = tuple(sorted(grid.ranks))
             if ranks not in out:
-                rank = dist.get_rank()
-                along = [layout.ranks_along(axes, rank) for axes in (layout.shard_axes, layout.replica_axes) if axes]
-                out[ranks] = ([ranks] if ranks in self._groups else along, [])
-            out[ranks][1].append(position)
-        return out
+                out[ranks] = Comparison(self._stages(parameter, layout, grid, ranks, rank))
+            out[ranks].members.append(position)
+        return dict(sorted(out.items()))
+
+    def _stages(self, parameter: Tensor, layout: Layout | None, grid: Grid, ranks: Ranks, rank: int) -> list[Ranks]:
+        if ranks in self._groups:
+            return [ranks]
+        if layout is not None:
+            return [layout.ranks_along(axes, rank) for axes in (layout.shard_axes, layout.replica_axes) if axes]
+        stages = []
+        for axis, size in enumerate(grid.shape):
+            if size > 1:
+                stages.append(grid.slice_along((axis,), rank))
+                self._groups.setdefault(stages[-1], parameter.device_mesh.get_group(axis))  # type: ignore[attr-defined]
+        return stages
+
+
+@dataclass
+class Comparison:
+    """Among the ranks of one mesh.
+
+    stages: groups to gather over, one after another, until all have heard from all.
+    members: positions of the parameters on that mesh, or on another one of the same ranks.
+    """
+
+    stages: list[Ranks]
+    members: list[int] = field(default_factory=list)
+
+
+def check_process_group(group: object) -> None:
+    """Raises ValueError unless ``group`` is None or a process group that this rank is in."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if dist.is_available() and dist.is_initialized() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"process_group is a group that rank {dist.get_rank()} isn't in: give each rank one of its own groups"
+        )
+    raise ValueError(
+        f"process_group={group!r} isn't a process group. Give torch.distributed.group.WORLD, what new_group returned, "
+        "or mesh.get_group() of a device mesh."
+    )
+
+
+def _grid(parameter: Tensor, plain: Any) -> Grid | None:
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None:
+        return grid_of(mesh)
+    if plain is None:
+        return None
+    ranks = tuple(sorted(dist.get_process_group_ranks(plain)))
+    return Grid((len(ranks),), ranks)
 
 
 def _check_device(group: Any, parameter: Tensor) -> None:

@@ -182,6 +182,14 @@ def _translate_group(saved: dict[str, Any], group: Mapping[str, Any], optimizer:
 
 def _routing_problems(saved: Mapping[str, Any], group: Mapping[str, Any], names: list[str]) -> list[str]:
     problems = []
+    # A group of torch's or dion's Muon says one of these. A state tells too, but there is none before the first step,
+    # and another optimizer's group would only leave its lr and eps behind.
+    own = {"muon": ("ns_steps", "mu"), "adamw": ("betas", "mu")}[group["algorithm"]]
+    if "algorithm" not in saved and not any(key in saved for key in own):
+        problems.append(
+            f"a group of another optimizer, with {sorted(set(saved) - {'params', 'param_names'})}, for {names}, whose "
+            f"algorithm is {group['algorithm']!r}"
+        )
     for key in ("algorithm", "chunks", "stack_dims"):
         if key in saved and key in group and saved[key] != group[key]:
             problems.append(f"{key}={saved[key]!r} in the state dict, {group[key]!r} here, for {names}")

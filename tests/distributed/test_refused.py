@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import rowmuon
-from ranks.models import Spec, build, optimizer_on
+from ranks.models import Spec, build, give_gradients, gradient, optimizer_on, start
 from ranks.placing import mesh_of
 from ranks.pool import device_type
 
@@ -22,7 +22,9 @@ def assert_refused(parameter: torch.Tensor, match: str, **group: object) -> None
         rowmuon.PeriodicRowMuon(groups)
 
 
-@pytest.mark.parametrize("case", ["partial", "factor", "kernel", "inner_stack", "not_chunked", "meta", "outside"])
+@pytest.mark.parametrize(
+    "case", ["partial", "factor", "kernel", "inner_stack", "not_chunked", "meta", "outside", "mesh_order"]
+)
 @pytest.mark.parametrize("world_size", [4])
 def test_refused(ranks, world_size, case):
     ranks(world_size).run(globals()[f"run_{case}"], timeout_s=40.0)
@@ -81,6 +83,44 @@ def run_outside() -> None:
         rowmuon.PeriodicRowMuon([("block.w", parameter)])
     else:
         assert_refused(parameter, rf"'block.w' \(6, 4\): rank {dist.get_rank()} is none of its mesh's ranks \[0, 1\]")
+
+
+def run_mesh_order() -> None:
+    """Rows are dealt by coordinate in distribute_tensor and by rank in full_tensor, so torch itself mixes them up."""
+    mesh = DeviceMesh(device_type(), [[1, 0], [2, 3]])
+    whole = torch.arange(48.0, device=device_type()).view(12, 4)
+    parameter = distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    assert_refused(parameter, r"'block.w' \(12, 4\), placements .* mesh axis 1, .*\[\[1, 0\], \[2, 3\]\], don't rise")
+    # Along the other axis they rise, if not on the whole mesh, and it's that axis's groups that are asked.
+    run_rising_axis(mesh)
+    run_rising_axis(DeviceMesh(device_type(), [[0, 2], [1, 3]]))
+
+
+def run_rising_axis(mesh: DeviceMesh) -> None:
+    spec = Spec("w", (6, 4))
+    placed = distribute_tensor(start(spec).to(device_type()), mesh, [Shard(0), Replicate()], src_data_rank=None)
+    parameter, alone = nn.Parameter(placed.clone()), build((spec,), "1:alone")
+    optimizer, unsharded = optimizer_on({"w": parameter}, (spec,)), optimizer_on(alone, (spec,))
+    for step in range(4):
+        parameter.grad = distribute_tensor(gradient(spec, step), mesh, parameter.placements, src_data_rank=None)
+        give_gradients(alone, (spec,), step)
+        optimizer.step()
+        unsharded.step()
+    torch.testing.assert_close(parameter.detach().full_tensor(), alone["w"].detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_group_that_a_rank_is_not_in_is_refused_as_its_process_group(ranks, world_size):
+    ranks(world_size).run(run_not_a_member)
+
+
+def run_not_a_member() -> None:
+    group = dist.new_group([1])
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="process_group is a group that rank 0 isn't in"):
+            rowmuon.PeriodicRowMuon([torch.zeros(4, 6)], process_group=group)
+    else:
+        rowmuon.PeriodicRowMuon([torch.zeros(4, 6)], process_group=group)
 
 
 @pytest.mark.parametrize("world_size", [2])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranks.checks import assert_same_bits_on_replicas, local_part
+from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part
 from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, gradient, optimizer_on
 from ranks.placing import full, full_of, place, place_gradient
 from ranks.pool import RankPool
@@ -22,7 +25,9 @@ SPECS = (Spec("w", (6, 8)), Spec("v", (5, 8)), Spec("bias", (4,), algorithm="ada
 
 
 @pytest.mark.parametrize(
-    "what", ["order", "names", "chunks", "period", "ns_steps", "refresh", "bucket_bytes", "frozen"]
+    "what",
+    ["order", "names", "chunks", "period", "ns_steps", "refresh", "bucket_bytes", "frozen"]
+    + ["lr", "weight_decay", "row_scale", "momentum", "adamw_lr", "adamw_betas"],
 )
 @pytest.mark.parametrize(("world_size", "layout", "odd"), [(4, "4:S0", 2), (4, "2x2:R,S0", 3), (4, "4:plain", 0)])
 def test_a_rank_that_would_do_something_else_is_named_on_every_rank(ranks, world_size, layout, odd, what):
@@ -43,6 +48,14 @@ def run_differing(layout: str, odd: int, what: str) -> str:
             specs = (Spec("w", (6, 8), chunks=2), *SPECS[1:])
         elif what in ("period", "ns_steps", "refresh", "bucket_bytes"):
             settings = {what: {"period": 4, "ns_steps": 6, "refresh": "gather", "bucket_bytes": 100}[what]}
+        elif what in ("lr", "weight_decay", "row_scale", "momentum"):
+            settings = {what: 0.5}
+        elif what.startswith("adamw_"):
+            changed = {"lr": 0.5, "betas": (0.5, 0.95)}[what.removeprefix("adamw_")]
+            specs = tuple(
+                replace(s, settings={what.removeprefix("adamw_"): changed}) if s.algorithm == "adamw" else s
+                for s in SPECS
+            )
     params = build(SPECS, layout)
     if what == "frozen" and dist.get_rank() == odd:
         params["v"].requires_grad_(False)
@@ -56,6 +69,81 @@ def run_differing(layout: str, odd: int, what: str) -> str:
     for name, parameter in params.items():
         assert torch.equal(full(parameter), start[name]), "nothing may have moved"
     return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("layout", ["2:S0", "2:plain"])
+def test_a_tensor_lr_is_compared_once_and_a_last_bit_is_no_difference(ranks, world_size, layout):
+    ranks(world_size).run(run_tensor_lr, layout, timeout_s=40.0)
+
+
+def run_tensor_lr(layout: str) -> None:
+    rank = dist.get_rank()
+    specs = SPECS[:2]
+    for lr, fits in ((0.02, True), (0.02 * (1 + 1e-12 * rank), True), (0.02 * (1 + rank), False)):
+        params = build(specs, layout)
+        optimizer = optimizer_on(params, specs, layout, lr=torch.tensor(lr, dtype=torch.float64))
+        give_gradients(params, specs, 0)
+        if fits:
+            optimizer.step()
+            # Another step of the same kind may do without any read: fake tensors would raise (test_full_size.py).
+            give_gradients(params, specs, 1)
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="settings or step counts differ"):
+                optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.parametrize("layout", ["3:S0", "3:plain"])
+def test_a_rank_without_any_matrix_is_named(ranks, world_size, layout):
+    """It has AdamW's parameters alone, because someone has dropped what has no rows there, say."""
+    messages = ranks(world_size).run(run_without_matrices, layout, timeout_s=40.0)
+    assert all("rank(s) [2] would do something else in this step than rank(s) [0, 1]" in text for text in messages)
+
+
+def run_without_matrices(layout: str) -> str:
+    params = build(SPECS, layout)
+    specs = [spec for spec in SPECS if dist.get_rank() < 2 or spec.algorithm == "adamw"]
+    optimizer = optimizer_on(params, specs, layout)
+    give_gradients(params, SPECS, 0)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_copies_keep_the_process_group_and_what_is_unpickled_asks_for_it(ranks, world_size):
+    ranks(world_size).run(run_copies)
+
+
+def run_copies() -> None:
+    specs = SPECS[:2]
+    params = build(specs, "2:plain")
+    optimizer = optimizer_on(params, specs, "2:plain", period=2)
+    give_gradients(params, specs, 0)
+    optimizer.step()
+    copied = {"deep": copy.deepcopy((params, optimizer)), "pickled": pickle.loads(pickle.dumps((params, optimizer)))}
+    with pytest.raises(RuntimeError, match=r"unpickled.*set optimizer.process_group"):
+        copied["pickled"][1].step()
+    again = pickle.loads(pickle.dumps(copied["pickled"][1]))  # it isn't forgotten on the way
+    with pytest.raises(RuntimeError, match="unpickled"):
+        again.step()
+    copied["pickled"][1].process_group = dist.group.WORLD
+    copied["shallow"] = (params, copy.copy(optimizer))
+    for name, (theirs, other) in copied.items():
+        assert other.process_group is dist.group.WORLD, name
+        assert other.plan("refresh").num_collectives(0) == optimizer.plan("refresh").num_collectives(0) > 0, name
+        if name != "shallow":
+            give_gradients(theirs, specs, 1)
+            other.step()
+            give_gradients(theirs, specs, 2)
+            counted_step(other)
+    for step in (1, 2):
+        give_gradients(params, specs, step)
+        optimizer.step()
+    for theirs, _ in copied.values():
+        assert all(torch.equal(theirs[name], params[name]) for name in params)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -57,6 +57,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"state_dtype": torch.int32}, "state_dtype=torch.int32"),
     ({"bucket_bytes": 0}, "bucket_bytes=0"),
     ({"bucket_bytes": 1.5}, "bucket_bytes=1.5"),
+    ({"process_group": "x"}, r"process_group='x' isn't a process group.*group.WORLD"),
+    ({"process_group": [0, 1]}, r"process_group=\[0, 1\] isn't a process group"),
 ]
 
 OF_A_GROUP: list[tuple[dict[str, Any], str]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from optimizer_cases import (
     relative_difference,
     train,
 )
+from rowmuon.watch import MOST_EMPTY_STEPS
 
 SHAPES = [(8, 8), (16, 4), (2, 4, 6), (8, 4, 3, 3), (5,)]
 
@@ -193,9 +195,41 @@ def test_no_gradient_at_all() -> None:
     params = make_params(SHAPES)
     optimizer = mixed_optimizer(params, period=2, skip_nonfinite=True)
     start = copies(params)
-    for _ in range(3):
+    with pytest.warns(RuntimeWarning, match="none of this optimizer's 5 trainable parameters") as caught:
         optimizer.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        for _ in range(MOST_EMPTY_STEPS - 2):
+            optimizer.step()
     assert_equal(params, start)
+    with pytest.raises(RuntimeError, match=r"after 10 steps, none of .* after everything that replaces parameters"):
+        optimizer.step()
+
+
+def test_an_optimizer_of_parameters_that_have_been_replaced_says_so() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = rowmuon.PeriodicRowMuon(layer.parameters())
+    layer.weight = nn.Parameter(layer.weight.detach().clone())  # as fully_shard does
+    layer(torch.ones(1, 4)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="fully_shard"):
+        optimizer.step()
+
+
+def test_gradients_that_come_late_or_stop_are_no_fault() -> None:
+    params = make_params([(8, 8), (6, 6)])
+    for parameter in params:
+        parameter.requires_grad_(False)
+    optimizer = mixed_optimizer(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(MOST_EMPTY_STEPS + 1):
+            optimizer.step()  # all are frozen, for now
+        params[1].requires_grad_(True)
+        train(optimizer, params[1:], 1)
+        params[1].grad = None
+        for _ in range(MOST_EMPTY_STEPS + 1):
+            optimizer.step()
 
 
 def test_freezing_and_unfreezing() -> None:

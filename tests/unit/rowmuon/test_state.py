@@ -331,6 +331,34 @@ def test_torch_adamws_state_dict_doesnt_load_into_a_muon_group() -> None:
         ours.load_state_dict(theirs.state_dict())
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda params: torch.optim.SGD(params, lr=0.1, nesterov=False)])
+def test_another_optimizers_state_dict_is_refused_before_its_first_step_too(make: Any) -> None:
+    """There is no state yet to tell them apart."""
+    params = make_params([(8, 8)])
+    saved = make(params).state_dict()
+    assert saved["state"] == {}
+    ours = rowmuon.PeriodicRowMuon([("weight", params[0])], lr=0.02)
+    with pytest.raises(ValueError, match=r"another optimizer.*\['weight'\], whose algorithm is 'muon'"):
+        ours.load_state_dict(saved)
+    assert ours.param_groups[0]["lr"] == 0.02
+
+
+def test_torch_muons_state_dict_doesnt_load_into_an_adamw_group_before_its_first_step() -> None:
+    params = make_params([(8, 8)])
+    ours = rowmuon.PeriodicRowMuon([{"params": [("weight", params[0])], "algorithm": "adamw"}])
+    with pytest.raises(ValueError, match="another optimizer.*whose algorithm is 'adamw'"):
+        ours.load_state_dict(torch.optim.Muon(params).state_dict())
+
+
+def test_torch_optimizers_of_the_right_kind_load_before_their_first_step() -> None:
+    params = make_params([(8, 8)])
+    muon = rowmuon.PeriodicRowMuon(params)
+    muon.load_state_dict(torch.optim.Muon(params, lr=0.3).state_dict())
+    adamw = rowmuon.PeriodicRowMuon([{"params": params, "algorithm": "adamw"}])
+    adamw.load_state_dict(torch.optim.AdamW(params, lr=0.3).state_dict())
+    assert [o.param_groups[0]["lr"] for o in (muon, adamw)] == [0.3, 0.3]
+
+
 def test_the_callers_state_dict_stays_as_it_is() -> None:
     params = make_params([(16, 8), (8, 8), (5,)])
     saved = dion_state_dict(params, "rms_norm")

@@ -1,0 +1,78 @@
+"""Whether all ranks of a mesh are about to do the same: asked before the first step and after a change of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rowmuon.groups import ADAMW_KEYS, KERNEL_KEYS, MUON_KEYS, name_of
+from rowmuon.layout import Layout, local_tensor
+from rowmuon.plan import Entry, PlanOptions, explain_difference, plan_hash
+from rowmuon.process_groups import ProcessGroups
+from rowmuon.runtime import Runtime
+
+__all__ = ["compare_ranks"]
+
+# Of these the plan's entries say more (chunks as matrices, coefficients as triples).
+_IN_ENTRIES = {"chunks", "stack_dims", *KERNEL_KEYS}
+
+
+def compare_ranks(
+    muon: Sequence[tuple[Tensor, Mapping[str, Any], Mapping[str, Any], Layout, Entry]],
+    adamw: Sequence[tuple[Tensor, Mapping[str, Any]]],
+    same: tuple[PlanOptions, bool],
+    process_groups: ProcessGroups,
+    runtime: Runtime,
+) -> None:
+    """Compares parameters, settings, step counts and options over every mesh and the process group of plain tensors.
+
+    Names count too: equal shapes in another order would mix up the parameters. So do settings that a plan doesn't
+    depend on: another lr on one rank would make replicas drift apart. A tensor lr is read back here, and only here.
+
+    Args:
+        muon: (parameter, group, state, layout, the plan's entry).
+        adamw: (parameter, group); frozen ones don't count.
+        same: how it is computed, and whether steps are skipped (by a collective of its own).
+
+    Raises:
+        RuntimeError: on all ranks of a mesh, if one of them would do something else; it is named.
+    """
+    adamw = [(p, group) for p, group in adamw if p.requires_grad]
+    params = [(p, layout) for p, _, _, layout, _ in muon] + [(p, None) for p, _ in adamw]
+    heard: list[dict[int, int]] = []
+    for comparison in process_groups.comparisons(params).values():
+        if process_groups.is_fake(comparison.stages[0]):
+            continue
+        entries: list[Entry] = []
+        extra: list[object] = []
+        for i in comparison.members:
+            if i < len(muon):
+                parameter, group, state, _, entry = muon[i]
+                entries.append(entry)
+                extra.append((entry.name, state["step"], state["phase"], *_settings(group, MUON_KEYS)))
+            else:
+                parameter, group = adamw[i - len(muon)]
+                extra.append((name_of(group, parameter), *_settings(group, ADAMW_KEYS)))
+        number = plan_hash(entries, same[0], [same[1], *extra])
+        device = local_tensor(params[comparison.members[0]][0]).device
+        heard.append(runtime.numbers_of_all(comparison.stages, number, device))
+    problems = [difference for difference in map(explain_difference, heard) if difference]
+    if problems:  # only now: a rank that stopped at the first would leave others waiting in the second
+        raise RuntimeError("; ".join(problems))
+
+
+def _settings(group: Mapping[str, Any], keys: Sequence[str]) -> list[object]:
+    return [_plain(group[key]) for key in keys if key not in _IN_ENTRIES]
+
+
+def _plain(value: object) -> object:
+    """As text. Numbers to six digits: another machine's cosine may differ in the last bit, and that is no mistake."""
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    return repr(value)
