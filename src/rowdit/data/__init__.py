@@ -24,10 +24,13 @@ from rowdit.data.batch import (
     to_uint8,
 )
 from rowdit.data.encoded import BadImages
+from rowdit.data.hub import HubImages, open_hub
 from rowdit.data.image_folder import ImageFolder, open_split
 from rowdit.data.index import batch_at, stream_indices
 from rowdit.data.latents import Latents, open_latents
 from rowdit.data.loader import Loader
+from rowdit.data.parquet import ParquetImages, open_parquet
+from rowdit.data.tar_shards import TarShards, open_tar
 
 __all__ = [
     "ArrayDataset",
@@ -35,9 +38,12 @@ __all__ = [
     "DataError",
     "Dataset",
     "DrawnDataset",
+    "HubImages",
     "ImageFolder",
     "Latents",
     "Loader",
+    "ParquetImages",
+    "TarShards",
     "batch_at",
     "check_image_size",
     "check_labels",
@@ -51,8 +57,16 @@ __all__ = [
 Split = Literal["train", "reference"]
 
 # source -> what opens one of its splits: (place, split, image_size, channels=, bad_images=, **options)
-OPENERS: dict[str, Callable[..., Dataset]] = {"folder": open_split}
-SPECS = ("bundled", "fashion-mnist", "fashion-mnist:FOLDER", "folder:PATH", "latents:PATH")
+OPENERS: dict[str, Callable[..., Dataset]] = {
+    "folder": open_split,
+    "tar": open_tar,
+    "parquet": open_parquet,
+    "hf": open_hub,
+}
+SPECS = (
+    *("bundled", "fashion-mnist", "fashion-mnist:FOLDER", "folder:PATH", "tar:PATTERN", "parquet:PATTERN", "hf:NAME"),
+    "latents:PATH",
+)
 
 
 def open_dataset(
@@ -62,6 +76,9 @@ def open_dataset(
     *,
     channels: int | None = None,
     bad_images: BadImages = "error",
+    num_classes: int | None = None,
+    image_key: str | None = None,
+    label_key: str | None = None,
     **options: Any,
 ) -> Dataset:
     """Open a dataset by its name.
@@ -70,12 +87,18 @@ def open_dataset(
         spec: ``"bundled"``, the subset of Fashion-MNIST in the package; ``"fashion-mnist"``, the full set where it is
             found, or ``"fashion-mnist:FOLDER"``; ``"folder:PATH"``, a folder with a sub-folder for each class, with or
             without ``train`` and ``reference`` above them (:func:`rowdit.data.image_folder.open_split`);
-            ``"latents:PATH"``, what ``rowdit encode`` wrote (:mod:`rowdit.data.latents`).
+            ``"tar:PATTERN"`` (:mod:`rowdit.data.tar_shards`), ``"parquet:PATTERN"`` (:mod:`rowdit.data.parquet`),
+            ``"hf:NAME"`` (:mod:`rowdit.data.hub`); ``"latents:PATH"``, what ``rowdit encode`` wrote
+            (:mod:`rowdit.data.latents`).
         split: ``"train"`` or ``"reference"``.
         image_size: pixels a side (of latents: their own side); None is the native size, which a folder hasn't.
         channels: 3 for RGB, 1 for grey; None is what the source has, RGB where images may be of any kind.
         bad_images: what becomes of images that can't be used (:mod:`rowdit.data.encoded`). Sources that are whole from
             the start, the bundled ones and latents, have none.
+        num_classes: how many classes the labels of tar shards, Parquet and Hugging Face datasets are of; None takes
+            the names that come with them, or the largest label. Folders and latents name their classes.
+        image_key, label_key: of the same sources, which member or column is the image and which the label; None is the
+            usual one.
         **options: handed to the source: :class:`ImageFolder` has many.
 
     Returns:
@@ -95,8 +118,14 @@ def open_dataset(
     if kind in OPENERS and place:
         if image_size is None:
             raise DataError(f"{spec} needs an image_size, for its images may be of any")
-        options |= {"channels": channels or 3, "bad_images": bad_images}
+        options |= {"channels": 3 if channels is None else channels, "bad_images": bad_images}
+        keys = {"image_key": image_key, "label_key": label_key}
+        if kind != "folder":
+            options |= keys | {"num_classes": num_classes}
+        else:
+            _refuse(spec, keys)
         return OPENERS[kind](place, split, image_size, **options)
+    _refuse(spec, {"image_key": image_key, "label_key": label_key})
     size = fashion_mnist.SIZE if image_size is None else image_size
     dataset: Dataset
     if kind == "bundled" and not place:
@@ -110,3 +139,9 @@ def open_dataset(
     if channels not in (None, dataset.image_shape[0]):
         raise DataError(f"{spec} has {dataset.image_shape[0]} channel(s), not {channels}; leave channels out")
     return dataset
+
+
+def _refuse(spec: str, keys: dict[str, str | None]) -> None:
+    for name, value in keys.items():
+        if value is not None:
+            raise DataError(f"{spec} has no keys or columns to choose from; leave out {name} (it is {value!r})")

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, get_args
 
 import numpy as np
 
-from rowdit.data.batch import DataError, check_indices, check_labels, fingerprint
+from rowdit.data.batch import DataError, check_indices, fingerprint
 from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError, read_image
 
 HELD_OUT_EVERY = 10  # one image in so many is reference where a source has no splits
@@ -241,31 +241,45 @@ def part_rows(labels: np.ndarray, part: Part) -> np.ndarray:
     return np.flatnonzero(held_out if part == "reference" else ~held_out)
 
 
+def some_rows(labels: np.ndarray, part: Part, place: str) -> np.ndarray:
+    """:func:`part_rows`, or a DataError where there are none."""
+    rows = part_rows(labels, part)
+    if not len(labels):
+        raise DataError(f"{place}: no labelled image")
+    if not len(rows):
+        raise DataError(
+            f"{place}: no class has {HELD_OUT_EVERY} images, so none is held out as reference; give the splits "
+            f"files of their own, whose names begin with train and reference"
+        )
+    return rows
+
+
 def classes_of(
-    labels: np.ndarray, class_names: Sequence[str] | None, num_classes: int | None, where: Sequence[str] | str
+    labels: np.ndarray, class_names: Sequence[str] | None, num_classes: int | None, where: Callable[[int], str]
 ) -> tuple[str, ...]:
     """The names of the classes of a source whose labels are numbers.
 
     Args:
-        labels: (N,) integers.
+        labels: (N,) integers, N >= 1.
         class_names: where they are known.
         num_classes: where only that is known; the names are then the numbers. None: the largest label decides.
-        where: names the source, or row by row the file that a label comes from.
+        where: row -> what errors call the sample that a label is from.
 
     Raises:
-        DataError: no rows, or a label out of range; names the file.
+        DataError: a label out of range; names its sample.
     """
-    if not len(labels):
-        raise DataError(f"{where if isinstance(where, str) else 'the source'}: no labelled image")
-    if class_names is not None and num_classes not in (None, len(class_names)):
-        raise DataError(f"{len(class_names)} classes are named ({', '.join(class_names[:5])} ...), not {num_classes}")
     if class_names is not None:
         names = list(class_names)
+        if num_classes not in (None, len(names)):
+            raise DataError(f"{len(names)} classes are named ({', '.join(names[:5])}, ...), not {num_classes}")
     else:
         names = [str(number) for number in range(int(labels.max()) + 1 if num_classes is None else num_classes)]
     wrong = np.flatnonzero((labels < 0) | (labels >= len(names)))
     if len(wrong):
-        check_labels(labels[wrong[:1]], len(names), where if isinstance(where, str) else where[int(wrong[0])])
+        raise DataError(
+            f"{where(int(wrong[0]))}: label {int(labels[wrong[0]])} ({len(wrong)} such samples) is outside "
+            f"0..{len(names) - 1}; num_classes is {len(names)}, and {len(names)} is the null class"
+        )
     return tuple(names)
 
 
