@@ -116,10 +116,16 @@ def join_world(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> Ite
         place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timeout, **place)
     try:
-        checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-        yield World(dist.get_rank(), size, device, _mesh(size, parallel, device), checkpoint_group)
+        yield world_of_group(parallel, device, timeout=timeout)
     finally:
         dist.destroy_process_group()
+
+
+def world_of_group(parallel: ParallelConfig, device: torch.device, *, timeout: timedelta = TIMEOUT) -> World:
+    """The world of the default process group, which stands already. A collective."""
+    size = dist.get_world_size()
+    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    return World(dist.get_rank(), size, device, _mesh(size, parallel, device), checkpoint_group)
 
 
 def _device() -> torch.device:
