@@ -21,6 +21,7 @@ class CompareOptions:
         steps: of each run; the recipe's by default.
         threads: processor threads; all cores by default.
         fresh: start over where runs exist, deleting them.
+        spectra: record, at every tenth refresh, how far row steps are from spectral ones; figures in the runs' folders.
     """
 
     out: Path | None = None
@@ -29,6 +30,7 @@ class CompareOptions:
     steps: int | None = None
     threads: int | None = None
     fresh: bool = False
+    spectra: bool = False
 
 
 def run(arguments: list[str]) -> int:
@@ -39,7 +41,8 @@ def run(arguments: list[str]) -> int:
     comparison = with_steps(comparison, options.steps)
     set_threads(options.threads)
     out = options.out or Path("out") / recipe
-    plan = Plan(comparison, recipe, comparison.select(options.optimizers), comparison.seeds(options.seeds), out)
+    labels, seeds = comparison.select(options.optimizers), comparison.seeds(options.seeds)
+    plan = Plan(comparison, recipe, labels, seeds, out, options.spectra)
     summary = compare(plan, fresh=options.fresh)
     if summary is None:
         again = shlex.join(["rowdit", "compare", *(a for a in arguments if a != "--fresh")])

@@ -28,6 +28,8 @@ from rowdit.models.dit import DiT
 from rowdit.study.comparison import Comparison, run_name
 from rowdit.study.evaluator import MEASURES, SCORE_NAME, Evaluator
 from rowdit.study.lock import lock_folder
+from rowdit.study.spectra import SpectraRecorder, write_spectra_figures
+from rowdit.study.steps import build_optimizer
 from rowdit.study.summary import RunRecord, summarize_optimizers
 from rowdit.study.table import print_table
 from rowdit.train.config import ConfigError, RunConfig, from_dict, to_dict
@@ -50,6 +52,7 @@ class Plan:
     labels: tuple[str, ...]
     seeds: tuple[int, ...]
     out: Path
+    spectra: bool = False  # whether to record the momentum's spectra, see `rowdit.study.spectra`
 
     def runs(self) -> list[tuple[str, int]]:
         """Label and seed of each run. Seeds are the outer loop, so that what is done can be compared at any time."""
@@ -169,9 +172,12 @@ def _run_all(plan: Plan, context: Context, stop: StopRequest, console: Console) 
                 context.training,
                 folder,
                 evaluate=evaluate_into(context.evaluator, folder),
+                build=SpectraRecorder(folder).build if plan.spectra else build_optimizer,
                 stop=stop,
                 progress=progress,
             )
+            if plan.spectra:
+                write_spectra_figures(folder)
             if outcome.status == "interrupted":
                 return False
             if outcome.status == "diverged":
