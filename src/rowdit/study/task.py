@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,23 @@ class Task:
 
     @functools.cached_property
     def name(self) -> str:
-        """Label, a hash of the whole config but the seed, and the seed."""
-        return f"{self.label}-{digest(to_dict(self.comparison.run_config(self.label, 0)))[:10]}-seed{self.seed}"
+        """Label, a hash of all settings that aren't defaults, and the seed. A setting that a later version adds, at its
+        default, leaves names as they are, and so a finished run finished."""
+        return (
+            f"{self.label}-{digest(_without_defaults(self.comparison.run_config(self.label, 0)))[:10]}-seed{self.seed}"
+        )
+
+
+def _without_defaults(config: Any) -> dict[str, Any]:
+    """A config as plain data, without what equals its default."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found[field.name] = _without_defaults(value)
+        elif field.default is dataclasses.MISSING or value != field.default:
+            found[field.name] = json.loads(json.dumps(value))
+    return found
 
 
 def make_tasks(comparison: Comparison, label: str, grid: Grid, seeds: Sequence[int]) -> list[Task]:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rowdit.study.sweep import make_tasks, parse_grid, parse_seeds, print_sweep, sweep
-from rowdit.train.config import ConfigError
+from rowdit.train.config import ConfigError, TrainConfig
 from toy_training import toy_comparison
 
 
@@ -114,3 +114,20 @@ def test_the_table_is_sorted_and_points_out_an_edge(tmp_path: Path) -> None:
     assert positions == sorted(positions)
     assert "21.0" in text and "32.0" in text and "edge" not in text
     assert "the best lr, 0.001, is at the grid's edge" in _printed([*lines, _line(1e-3, 2, -999.0)], tmp_path)
+
+
+def test_a_setting_at_its_default_leaves_the_name_as_it_is() -> None:
+    """So a field that a later version adds doesn't make finished runs unknown."""
+    import dataclasses
+
+    @dataclasses.dataclass(frozen=True)
+    class LaterTrainConfig(TrainConfig):
+        new_field: float = 1.5
+
+    comparison = toy_comparison()
+    name = make_tasks(comparison, "muon", {}, (0,))[0].name
+    fields = dataclasses.asdict(comparison.train)
+    later = dataclasses.replace(comparison, train=LaterTrainConfig(**fields))
+    assert make_tasks(later, "muon", {}, (0,))[0].name == name
+    changed = dataclasses.replace(comparison, train=LaterTrainConfig(**fields, new_field=2.0))
+    assert make_tasks(changed, "muon", {}, (0,))[0].name != name
