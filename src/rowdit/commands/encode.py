@@ -31,6 +31,9 @@ class EncodeCommand:
         split: which images.
         channels: 3 for RGB, 1 for grey; by default what the source has.
         bad_images: what becomes of images that can't be used; skip and replace list them in the manifest.
+        num_classes: where the source has numbers for labels; by default the largest decides.
+        image_key: the member of a sample, or the column, that is the image; by default the usual one.
+        label_key: likewise the label.
         flips: encode mirror images too.
         dtype: of the latents.
         shard_images: images in a file.
@@ -47,6 +50,9 @@ class EncodeCommand:
     split: Literal["train", "reference", "both"] = "both"
     channels: int | None = None
     bad_images: Literal["error", "skip", "replace"] = "error"
+    num_classes: int | None = None
+    image_key: str | None = None
+    label_key: str | None = None
     flips: bool = True
     dtype: Literal["float16", "float32"] = "float16"
     shard_images: int = 4096
@@ -128,10 +134,17 @@ def _encode_all(command: EncodeCommand, rank: int, world_size: int, *, show: boo
 def _open(command: EncodeCommand, split: Any) -> Dataset:
     from rowdit.data import open_dataset
 
-    chosen = {} if command.channels is None else {"channels": command.channels}
-    # Skipping is the job's: a source that skips decodes everything once at opening.
-    policy = "error" if command.bad_images == "skip" else command.bad_images
-    return open_dataset(command.source, split, command.image_size, bad_images=policy, **chosen)
+    return open_dataset(
+        command.source,
+        split,
+        command.image_size,
+        channels=command.channels,
+        # Skipping is the job's: a source that skips decodes everything once at opening.
+        bad_images="error" if command.bad_images == "skip" else command.bad_images,
+        num_classes=command.num_classes,
+        image_key=command.image_key,
+        label_key=command.label_key,
+    )
 
 
 def _device(command: EncodeCommand) -> str:

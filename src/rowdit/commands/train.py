@@ -122,11 +122,12 @@ def _open(
     from rowdit.data import open_dataset
 
     size = config.model.image_size
-    training = open_dataset(config.data.source, "train", size)
+    reading = {"num_classes": config.model.num_classes, **config.data.options()}
+    training = open_dataset(config.data.source, "train", size, **reading)
     say(f"data: {training.fingerprint}")
     if not options.evaluate:
         return training, None
-    held_out = open_dataset(config.data.source, "reference", size)
+    held_out = open_dataset(config.data.source, "reference", size, **reading)
     decoder = open_decoder(config, None, world.device)
     # On several ranks nobody may leave a measurement alone: the others would wait for it.
     check_stop = stop.check if world.size == 1 else (lambda: None)

@@ -25,7 +25,9 @@ class TrainVAECommand:
         out: the folder.
         image_size: pixels a side; needed where the source has no size of its own.
         channels: 3 for RGB, 1 for grey; by default what the source has.
-        bad_images: error, skip or replace.
+        bad_images: what becomes of images that can't be used.
+        image_key: the member of a sample, or the column, that is the image; by default the usual one.
+        label_key: likewise the label, which isn't used.
         steps: of training.
         batch_size: images a step.
         lr: at the start; it falls to zero.
@@ -43,6 +45,8 @@ class TrainVAECommand:
     image_size: int | None = None
     channels: int | None = None
     bad_images: Literal["error", "skip", "replace"] = "error"
+    image_key: str | None = None
+    label_key: str | None = None
     steps: int = 800
     batch_size: int = 64
     lr: float = 2e-3
@@ -67,6 +71,8 @@ def run(arguments: list[str]) -> int:
         command.image_size,
         channels=command.channels,
         bad_images=command.bad_images,
+        image_key=command.image_key,
+        label_key=command.label_key,
     )
     try:
         config, training = _settings(command, dataset.image_shape[0])

@@ -117,7 +117,7 @@ def prepare(comparison: Comparison, cache: Path, stop: StopRequest, say: Callabl
         Interrupted: a stop was requested meanwhile.
     """
     size = comparison.model.image_size
-    training, held_out = (_open(comparison.data.source, split, size) for split in ("train", "reference"))
+    training, held_out = (_open(comparison, split, size) for split in ("train", "reference"))
     any_run = comparison.run_config(next(iter(comparison.optimizers)), comparison.train.seed)
     check_dataset(any_run, training)
     _check_sample_counts(comparison, training, held_out)
@@ -136,11 +136,13 @@ def prepare(comparison: Comparison, cache: Path, stop: StopRequest, say: Callabl
     return Context(training, evaluator)
 
 
-def _open(source: str, split: Literal["train", "reference"], size: int) -> Dataset:
+def _open(comparison: Comparison, split: Literal["train", "reference"], size: int) -> Dataset:
     """The data set; a folder that fits is decoded once, for a study reads its images hundreds of times."""
-    dataset = open_dataset(source, split, size)
+    source = comparison.data.source
+    options = {"num_classes": comparison.model.num_classes, **comparison.data.options()}
+    dataset = open_dataset(source, split, size, **options)
     if isinstance(dataset, ImageFolder) and len(dataset) * math.prod(dataset.image_shape) <= CACHED_BYTES:
-        return open_dataset(source, split, size, cache=True)
+        return open_dataset(source, split, size, cache=True, **options)
     return dataset
 
 

@@ -43,7 +43,7 @@ def measure_times(study: Study, out: Path, console: Console, num_steps: int = NU
         if not configs:
             continue
         source, size = case.comparison.data.source, case.comparison.model.image_size
-        found = _times_of(configs, open_dataset(source, "train", size))
+        found = _times_of(configs, open_dataset(source, "train", size, **case.comparison.data.options()))
         for label, timing in found.items():
             times.append({"dataset": case.dataset, "size": case.size, "optimizer": label} | timing)
             console.print(f"{case.name}, {label}: {1000 * timing['step_seconds']:.1f} ms a step", highlight=False)

@@ -50,18 +50,33 @@ class DataConfig:
     """Which images.
 
     Args:
-        source: what `rowdit.data.open_dataset` takes: `"bundled"`, `"fashion-mnist[:FOLDER]"` or `"folder:PATH"`.
+        source: what `rowdit.data.open_dataset` takes: `"bundled"`, `"fashion-mnist[:FOLDER]"`, `"folder:PATH"`,
+            `"tar:PATTERN"`, `"parquet:PATTERN"`, `"hf:NAME"` or `"latents:PATH"`.
+        channels: 3 for RGB, 1 for grey; None is what the source has.
+        bad_images: what becomes of images that can't be used: `"error"`, `"skip"` or `"replace"`.
+        image_key, label_key: of tar shards, Parquet and Hugging Face datasets, which member or column is the image and
+            which the label; None is the usual one.
         flip: mirror each image left to right with probability 1/2, anew each time it comes. Wrong for writing.
         num_workers: processes that read ahead on each rank; 0 reads between the steps.
     """
 
     source: str = "bundled"
+    channels: int | None = None
+    bad_images: Literal["error", "skip", "replace"] = "error"
+    image_key: str | None = None
+    label_key: str | None = None
     flip: bool = False
     num_workers: int = 0
 
     def __post_init__(self) -> None:
+        _check(self, "channels", self.channels in (None, 1, 3), "1, 3 or null")
+        _check(self, "bad_images", self.bad_images in ("error", "skip", "replace"), "error, skip or replace")
         _check(self, "num_workers", self.num_workers >= 0, "an integer >= 0")
         _check(self, "source", bool(self.source), "the name of a data source, such as 'bundled' or 'folder:PATH'")
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `rowdit.data.open_dataset` that say how the source is read."""
+        return {name: getattr(self, name) for name in ("channels", "bad_images", "image_key", "label_key")}
 
 
 @dataclass(frozen=True)
