@@ -214,9 +214,9 @@ class _Work:
                 "score fewer images (--num-images), or leave it out with --floor none"
             )
         floor = self.extract("floor", source, num)
-        if floor is not None and reference is not None and source.identity == reference.fingerprint["dataset"]:
+        if floor is not None and reference is not None and floor.dataset == reference.fingerprint["dataset"]:
             raise ImagesError(
-                f"the floor needs real images that are not in the reference, but both are {source.identity!r}; "
+                f"the floor needs real images that are not in the reference, but both are {floor.dataset!r}; "
                 "name others with --floor, or leave it out with --floor none"
             )
         return floor
