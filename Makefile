@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup compare test lint format types bench docs clean distclean
+.PHONY: help setup compare study test lint format types bench docs clean distclean
 
 ARGS ?=
 PYTHON ?=
@@ -25,6 +25,9 @@ setup:  ## make .venv with the pinned packages, or complete it; every lane below
 
 compare: setup  ## train the same model with AdamW, Muon and Periodic Row-wise Muon, and show who wins
 	@.venv/bin/rowdit compare $(ARGS)
+
+study: setup  ## the study behind docs/evidence.md; hours, can be stopped and goes on when called again
+	@OMP_NUM_THREADS=1 .venv/bin/rowdit study small $(ARGS)
 
 test: setup  ## all tests but the slow and the GPU ones; lint and types are among them
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --durations=15 $(ARGS)
