@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rowdit.commands import data as data_command
 from rowdit.data import DataError, download, fashion_mnist
 
 
@@ -238,3 +239,24 @@ def test_a_destination_that_is_a_file_is_named(small_set, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="can't be used.*name another folder"):
         download.get_fashion_mnist(tmp_path / "file", small_set.url)
+
+
+def test_the_command_shows_how_far_it_is(small_set, tmp_path, capsys):
+    assert data_command.run(["get", "fashion-mnist", "--folder", str(tmp_path), "--url", small_set.url]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(tmp_path)
+    for name, (num_bytes, _) in download.FASHION_MNIST_FILES.items():
+        assert f"{name}: {num_bytes / 1e6:.1f} of {num_bytes / 1e6:.1f} MB" in shown.err
+
+
+def test_a_line_a_tenth_where_there_is_no_terminal_and_a_bar_where_there_is(capsys, monkeypatch):
+    with data_command.ShownDownloads() as shown:
+        for done in range(0, 1001):
+            shown("file", done, 1000)
+    assert len(capsys.readouterr().err.splitlines()) == 11
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    with data_command.ShownDownloads() as shown:
+        shown("file", 500, 1000)
+        shown("file", 1000, 1000)
+    bar = capsys.readouterr().err
+    assert "file" in bar and "1.0/1.0 kB" in bar
