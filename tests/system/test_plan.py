@@ -63,12 +63,18 @@ def test_a_size_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         (["scale_2b", "--label", "muon"], "one run"),
         (["quickstart", "--label", "sgd"], "there is no 'sgd'"),
         (["quickstart", "--label", "adamw", "--period", "3"], "has no period"),
-        (["quickstart", "--world-size", "128"], "at least one image each"),
     ],
 )
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     shown = plan(capsys, *arguments, code=2)
     assert words in shown and shown.count("\n") == 1
+
+
+def test_a_batch_that_cannot_be_shared_is_said_beside(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "quickstart", "--world-size", "128", "--json", *TINY]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["batch"]["images_per_rank"] == 1
+    assert "--train.batch-size 128" in shown.err
 
 
 def test_a_run_is_no_comparison(capsys: pytest.CaptureFixture[str]) -> None:

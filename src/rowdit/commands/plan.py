@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +25,7 @@ class PlanOptions:
 
     Args:
         world_size: number of ranks; alone, one FSDP2 mesh over all of them, every parameter in Shard(0).
-        replicas: HSDP: copies of the model, each sharded over world_size / replicas ranks.
+        replicas: HSDP: copies of the model, each sharded over world_size / replicas ranks; by default the recipe's.
         period: K of the periodic optimizer; by default the recipe's.
         refresh: "exchange" (each matrix orthogonalised once) or "gather" (by everyone); by default the recipe's.
         label: which optimizer, where the recipe is a comparison of several; by default its last.
@@ -33,7 +34,7 @@ class PlanOptions:
     """
 
     world_size: int = 1
-    replicas: int = 1
+    replicas: int | None = None
     period: int | None = None
     refresh: Literal["exchange", "gather"] | None = None
     label: str | None = None
@@ -49,10 +50,13 @@ def run(arguments: list[str]) -> int:
 
     config = run_config(recipe, options)
     try:
-        mesh = RankMesh(options.world_size, options.replicas)
+        replicas = config.parallel.replicas if options.replicas is None else options.replicas
+        mesh = RankMesh(options.world_size, replicas)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     found = estimate(config, mesh, refresh=options.refresh, device=options.device)
+    if problem := found.batch.problem(mesh.world_size):
+        print(f"rowdit: {problem}", file=sys.stderr)
     if options.json:
         print(json.dumps({"recipe": name, **found.to_dict()}))
     else:

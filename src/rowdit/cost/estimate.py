@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from rowdit.cost.activations import activation_bytes
+from rowdit.cost.activations import activations
 from rowdit.cost.fake import fake_mode, fake_model
-from rowdit.cost.memory import Memory, sharded_bytes, unsharded_bytes
+from rowdit.cost.memory import Memory, memory_of
 from rowdit.cost.mesh import RankMesh
 from rowdit.cost.optimizer import OptimizerCost, Refresh, optimizer_cost
 from rowdit.models import forward_flops
-from rowdit.train.config import ConfigError, RunConfig
+from rowdit.models.parallel import DTYPES
+from rowdit.train.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Batch:
 
     Args:
         num_images: over all ranks.
-        images_per_rank: of the rank with most.
+        images_per_rank: each rank's share, rounded up.
         micro_batch_size: images of one forward pass on a rank.
         num_micro_batches: forward passes of a rank in one step.
         num_tokens: of an image.
@@ -36,19 +35,21 @@ class Batch:
 
     @staticmethod
     def of(config: RunConfig, mesh: RankMesh) -> Batch:
-        """
-        Raises:
-            ConfigError: fewer images than ranks.
-        """
         num_images, world_size = config.train.batch_size, mesh.world_size
-        if num_images < world_size:
-            raise ConfigError(
-                f"train.batch_size = {num_images}: {world_size} ranks need at least one image each; give "
-                f"--train.batch-size {world_size} or more, or fewer ranks"
-            )
         per_rank = -(-num_images // world_size)
         micro = min(config.train.micro_batch_size or per_rank, per_rank)
         return Batch(num_images, per_rank, micro, -(-per_rank // micro), config.model.num_tokens)
+
+    def problem(self, world_size: int) -> str:
+        """Why these ranks couldn't train on this batch, and what to change; empty if they can."""
+        if self.num_images % world_size == 0:
+            return ""
+        near = max(1, round(self.num_images / world_size)) * world_size
+        return (
+            f"train.batch_size = {self.num_images} can't be shared evenly by {world_size} ranks, so they won't train: "
+            f"give --train.batch-size {near}, or another multiple of {world_size}. All else here holds for "
+            f"{self.images_per_rank} on each rank"
+        )
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,6 @@ def estimate(
         refresh: how the optimizer would gather its matrices; None is the config's own choice.
         device: "cuda" or "cpu"; decides what a product of symmetric matrices costs, and temporaries.
 
-    Raises:
-        ConfigError: a batch that the ranks can't divide.
-
     Example:
         >>> from rowdit.models import preset
         >>> from rowdit.train.config import OptimizerConfig, TrainConfig
@@ -146,12 +144,21 @@ def estimate(
         model = fake_model(config.model)
         cost = optimizer_cost(model, config.optimizer, mesh, refresh, device)
         buffers = sum(buffer.numel() * buffer.dtype.itemsize for buffer in model.buffers())
-    dtype = torch.float32
-    memory = Memory(
-        **sharded_bytes(cost.parameters, mesh),
+    parallel = config.parallel
+    passes = activations(
+        config.model,
+        batch.micro_batch_size,
+        dtype=DTYPES[parallel.param_dtype],
+        checkpointing=parallel.activation_checkpointing,
+    )
+    memory = memory_of(
+        cost.parameters,
+        mesh,
+        parallel,
+        passes,
+        num_micro_batches=batch.num_micro_batches,
+        num_averages=1 + len(config.train.ema_decays) + len(config.train.ema_stds),
         buffers=buffers,
-        activations=activation_bytes(config.model, batch.micro_batch_size, dtype=dtype),
-        unsharded=unsharded_bytes(cost.parameters, mesh, dtype),
         refresh=max(cost.refresh.peak_bytes, cost.row.peak_bytes),
     )
     mode = cost.refresh_plan.options.refresh if cost.refresh_plan else "none"

@@ -25,15 +25,21 @@ def fake_mode() -> Iterator[None]:
         yield
 
 
-def fake_model(config: DiTConfig, dtype: torch.dtype = torch.float32) -> DiT:
-    """The model with fake tensors for parameters and buffers. Call it under :func:`fake_mode`."""
+def fake_model(config: DiTConfig, block_dtype: torch.dtype = torch.float32) -> DiT:
+    """The model with fake tensors for parameters and buffers. Call it under :func:`fake_mode`.
+
+    Args:
+        config: its shape.
+        block_dtype: of the blocks' parameters; all others are float32.
+    """
     with torch.device("meta"):
         model = DiT(config)
-    for module in model.modules():
+    for path, module in model.named_modules():
+        dtype = block_dtype if path.startswith("blocks.") else torch.float32
         for name, value in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(value.shape, dtype=dtype), value.requires_grad))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=dtype))
+            setattr(module, name, torch.empty(buffer.shape))
     return model
 
 

@@ -97,7 +97,7 @@ def _batch(found: Estimate) -> str:
     tokens = batch.images_per_rank * batch.num_tokens
     return (
         f"batch      {batch.num_images:,} images a step = {found.mesh.world_size} ranks x {batch.images_per_rank} "
-        f"(at most) = {batch.num_micro_batches} forward pass(es) of {batch.micro_batch_size}; "
+        f"= {batch.num_micro_batches} forward pass(es) of {batch.micro_batch_size}; "
         f"{tokens:,} tokens a rank\n"
         f"compute    {quantity(found.model_flops_per_rank, 'FLOP')} a rank and step, forward and backward"
     )
@@ -151,8 +151,6 @@ def _memory(found: Estimate) -> str:
         "refresh": "buffers of the optimizer's step",
     }
     rows = [(name, quantity(value, "B"), says[name]) for name, value in memory.parts().items()]
-    rows.append(
-        ("peak", quantity(memory.peak, "B"), "the first five, and the larger of activations + unsharded, refresh")
-    )
+    rows.append(("peak", quantity(memory.peak, "B"), "the most at a time; no sum, for they aren't all alive at once"))
     lines = table(("memory per rank", "bytes", ""), [(a, b, "") for a, b, _ in rows]).splitlines()
     return "\n".join([*lines[:2], *(f"{line}  {row[2]}" for line, row in zip(lines[2:], rows, strict=True))])
