@@ -31,6 +31,7 @@ PERIODS: dict[str, Any] = {
     "None": None,
     "schedule": ((0, 3), (4, 2)),
     "schedule with None": ((0, None), (5, 2)),
+    "three segments": ((0, 1), (3, 2), (6, None)),
     "finish with Muon": ((0, 4), (6, 1)),
 }
 SHAPES = [(24, 16), (16, 24), (12, 12), (1, 8), (8, 1)]
@@ -43,9 +44,13 @@ def compare(
     dtype: torch.dtype = torch.float64,
     missing: Collection[tuple[int, int]] = (),
     size: float = 1.0,
+    at_the_end: bool = False,
     **options: Any,
 ) -> float:
-    """Relative difference of the whole update after `NUM_STEPS`, the parameters each in a group of its own."""
+    """Relative difference of the whole update, after whichever of `NUM_STEPS` steps it is largest.
+
+    The parameters are each in a group of their own. ``at_the_end``: only after the last step.
+    """
     params = make_params(shapes, dtype=dtype)
     for parameter in params:
         parameter.data *= size
@@ -53,7 +58,7 @@ def compare(
     optimizer = rowmuon.PeriodicRowMuon(
         [group_of(parameter, setting) for parameter, setting in zip(params, settings, strict=True)], **options
     )
-    gradients = []
+    gradients, found = [], []
     for step in range(NUM_STEPS):
         give_grads(params, step)
         for i, parameter in enumerate(params):
@@ -63,9 +68,13 @@ def compare(
         for group, setting in zip(optimizer.param_groups, settings, strict=True):
             group["lr"] = setting.lr if isinstance(setting.lr, float) else setting.lr[step]
         optimizer.step()
-    expected = run([as_array(p) for p in start], gradients, settings)[-1]
+        found.append([p.detach().clone() for p in params])
+    expected = run([as_array(p) for p in start], gradients, settings)
     return max(
-        relative_difference([p], [torch.from_numpy(e)], [s]) for p, e, s in zip(params, expected, start, strict=True)
+        relative_difference([p], [torch.from_numpy(e)], [s])
+        for after, right in list(zip(found, expected, strict=True))[-1 if at_the_end else 0 :]
+        for p, e, s in zip(after, right, start, strict=True)
+        if not torch.equal(p, s) or not np.array_equal(e, as_array(s))  # nothing has moved it yet, here and there
     )
 
 
@@ -191,8 +200,18 @@ def test_missing_gradients() -> None:
 )
 def test_precisions(dtype: torch.dtype, ns_dtype: torch.dtype, tolerance: float, adjust_lr_fn: str) -> None:
     settings = [MuonSettings(lr=0.02, period=3, adjust_lr_fn=adjust_lr_fn)] * len(SHAPES)
-    # Small weights, so that bf16 rounds them by far less than a step moves them.
-    assert compare(SHAPES, settings, dtype=dtype, ns_dtype=ns_dtype, size=1 / 64) < tolerance
+    # Small weights, so that bf16 rounds them by far less than a step moves them. One orthogonalisation in bf16 is off by
+    # more than eight steps together.
+    at_the_end = ns_dtype == torch.bfloat16
+    found = compare(SHAPES, settings, dtype=dtype, ns_dtype=ns_dtype, size=1 / 64, at_the_end=at_the_end)
+    assert found < tolerance
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_matrix_of_several_blocks(nesterov: bool) -> None:
+    settings = MuonSettings(lr=0.02, nesterov=nesterov, row_scale=0.5)
+    assert exact(settings, [(130, 300), (300, 130)]) < EXACT
+    assert compare([(130, 300)], [settings], dtype=torch.float32, ns_dtype=torch.float32, size=1 / 64) < SINGLE
 
 
 def test_momentum_in_fp32_under_bf16_parameters() -> None:
