@@ -74,6 +74,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _train(config: RunConfig, out: Path, options: TrainOptions, world: World) -> Outcome:
+    from rowdit.data.encoded import bad_images_met
     from rowdit.study.lock import lock_folder
     from rowdit.train.loop import remove_run, train
     from rowdit.train.progress import Progress, RunProgress, Silent
@@ -94,7 +95,7 @@ def _train(config: RunConfig, out: Path, options: TrainOptions, world: World) ->
             progress, loggers = screen, [screen, *_loggers(config, out, options)]
         world.barrier()
         training, evaluate = _open(config, out, options, world, stop, progress.message)
-        return train(
+        outcome = train(
             config,
             training,
             out,
@@ -106,6 +107,9 @@ def _train(config: RunConfig, out: Path, options: TrainOptions, world: World) ->
             loggers=loggers,
             allow_changes=options.allow_changes,
         )
+        if met := bad_images_met(training):
+            progress.message(met)
+        return outcome
 
 
 def _open(

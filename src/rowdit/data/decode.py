@@ -105,7 +105,7 @@ def read_image(
 
 def _load(source: str | Path | BinaryIO, size: int, max_pixels: int) -> Image.Image:
     """The decoded first frame, upright, in the file's own mode."""
-    with _open(source, max_pixels) as image:
+    with _open(source) as image:
         num_pixels = image.width * image.height
         if num_pixels > max_pixels:
             raise BadImageError("", _too_large(f"{image.width} x {image.height} = {num_pixels}", max_pixels))
@@ -116,13 +116,8 @@ def _load(source: str | Path | BinaryIO, size: int, max_pixels: int) -> Image.Im
         return image if turn is None else image.transpose(turn)
 
 
-def _open(source: str | Path | BinaryIO, max_pixels: int) -> Image.Image:
-    """Image.open with our limit in place of Pillow's, where the caller asked for a higher one."""
-    if Image.MAX_IMAGE_PIXELS is None or max_pixels <= Image.MAX_IMAGE_PIXELS:
-        try:
-            return Image.open(source)
-        except Image.DecompressionBombError as error:
-            raise BadImageError("", _too_large("more than Pillow allows", max_pixels)) from error
+def _open(source: str | Path | BinaryIO) -> Image.Image:
+    """Image.open without Pillow's own limit, which warns or refuses by another rule than ``max_pixels``."""
     with _pillow_limit_lock:  # the limit is a global of Pillow's, read while the header is
         pillow_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:

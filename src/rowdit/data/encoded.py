@@ -23,7 +23,7 @@ from typing import BinaryIO, Literal, get_args
 
 import numpy as np
 
-from rowdit.data.batch import DataError, check_indices, fingerprint
+from rowdit.data.batch import DataError, Dataset, check_indices, fingerprint
 from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError, read_image
 
 HELD_OUT_EVERY = 10  # one image in so many is reference where a source has no splits
@@ -212,6 +212,23 @@ class EncodedImages:
     def _mark(self, name: str, digest: str) -> str:
         """The fingerprint."""
         return fingerprint(name, self.image_shape, len(self), digest, resize=self._decoding.rule)
+
+
+def bad_images_met(dataset: Dataset) -> str:
+    """A line about the bad images that a dataset met in this process and its workers; empty where it met none.
+
+    Example:
+        >>> from rowdit.data import open_dataset
+        >>> bad_images_met(open_dataset("bundled"))
+        ''
+    """
+    bad_files: dict[str, str] = getattr(dataset, "bad_files", {})
+    if not bad_files:
+        return ""
+    first, reason = next(iter(bad_files.items()))
+    replaced = getattr(dataset, "num_replaced", 0)
+    done = f"; {replaced} images were served in place of bad ones" if replaced else ""
+    return f"bad images met by this rank: {len(bad_files)}, the first {first} ({reason}){done}"
 
 
 def part_rows(labels: np.ndarray, part: Part) -> np.ndarray:

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from rowdit.data.batch import DataError
 from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError
-from rowdit.data.encoded import BadImages, Decoding, EncodedImages, Part, classes_of, some_rows
+from rowdit.data.encoded import FEW_BYTES, BadImages, Decoding, EncodedImages, Part, classes_of, some_rows
 from rowdit.data.parquet import IMAGE_NAMES, LABEL_NAMES, choose_column, to_numbers
 from rowdit.data.shard_files import REFERENCE_NAMES
 
@@ -72,23 +74,47 @@ class HubImages(EncodedImages):
         self._part_rows = some_rows(labels, part, place)
         names = classes_of(labels[self._part_rows], class_names or found_names, num_classes, self._name)
         super().__init__(place, labels[self._part_rows], names, decoding)
-        digest = hashlib.sha256(f"{rows.builder_name} {rows.config_name} {rows.version} {rows.dataset_size}".encode())
-        digest.update(labels.astype("<i8").tobytes())
-        kind = "hf-names" if part == "all" else f"hf-names-{part}"
-        self.fingerprint = self._mark(kind, digest.hexdigest())
+        digest, kind = self._digest(labels)
+        self.fingerprint = self._mark(f"hf-{kind}" if part == "all" else f"hf-{kind}-{part}", digest)
+
+    def _digest(self, labels: np.ndarray) -> tuple[str, str]:
+        """A hash over labels and images: their bytes where these are few, otherwise their lengths."""
+        lengths = [
+            lengths_of(batch.column(self._image_key)) for batch in self._hub_rows.with_format("arrow").iter(10_000)
+        ]
+        digest = hashlib.sha256(labels.astype("<i8").tobytes())
+        digest.update(np.concatenate(lengths).astype("<i8").tobytes())
+        if sum(int(some.sum()) for some in lengths) > FEW_BYTES:
+            return digest.hexdigest(), "lengths"
+        for row in range(len(self._hub_rows)):
+            value = self._value(row)
+            digest.update(value if isinstance(value, bytes) else str(value).encode())
+        return digest.hexdigest(), "contents"
+
+    def _value(self, row: int) -> Any:
+        """A row's encoded image: bytes, or the path of a file."""
+        value = self._hub_rows[row][self._image_key]
+        if isinstance(value, dict):
+            return value["path"] if value.get("bytes") is None else value["bytes"]
+        return value
 
     def _open(self, row: int) -> Path | io.BytesIO:
-        value = self._hub_rows[int(self._part_rows[row])][self._image_key]
-        if isinstance(value, dict):
-            if value.get("bytes") is None and value.get("path"):
-                return Path(value["path"])
-            value = value.get("bytes")
-        if not isinstance(value, bytes):
+        value = self._value(int(self._part_rows[row]))
+        if not isinstance(value, bytes | str):
             raise BadImageError("", "the row has no encoded image")
-        return io.BytesIO(value)
+        return io.BytesIO(value) if isinstance(value, bytes) else Path(value)
 
     def _name(self, row: int) -> str:
         return f"{self._hub_name}: row {int(self._part_rows[row])}"
+
+
+def lengths_of(column: Any) -> np.ndarray:
+    """(N,) int64, the bytes of each image of an Arrow column; 0 where only a path is known."""
+    from pyarrow import compute, types
+
+    if types.is_struct(column.type):
+        column = compute.struct_field(column, "bytes")
+    return compute.fill_null(compute.binary_length(column), 0).to_numpy().astype(np.int64)
 
 
 def open_hub(place: str, split: Literal["train", "reference"], image_size: int, **options: Any) -> HubImages:

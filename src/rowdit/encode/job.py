@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rowdit.data.batch import DataError, Dataset, check_image_size, resize_of
+from rowdit.data.batch import DataError, Dataset, DrawnDataset, check_image_size, resize_of
 from rowdit.data.decode import BadImageError
 from rowdit.data.latents import FORMAT, MANIFEST, Latents
 from rowdit.encode.encoders import Encoder
@@ -105,6 +105,8 @@ def encode_split(
 def describe_job(dataset: Dataset, encoder: Encoder, options: EncodeOptions) -> dict[str, Any]:
     """All that decides what the shards hold, JSON-able."""
     channels, image_size, _ = dataset.image_shape
+    if isinstance(dataset, DrawnDataset):
+        raise DataError(f"{dataset.fingerprint} are latents already; encode the images that they were made from")
     if channels != encoder.in_channels:
         raise DataError(
             f"the images have {channels} channel(s) and the encoder {encoder.name} takes {encoder.in_channels}; "

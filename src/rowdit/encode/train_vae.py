@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from rowdit import streams
-from rowdit.data.batch import DataError, Dataset, check_image_size, to_float
+from rowdit.data.batch import DataError, Dataset, DrawnDataset, check_image_size, to_float
 from rowdit.data.index import batch_at
 from rowdit.encode.encoders import VAE_FORMAT
 from rowdit.models.vae import ConvVAE, VAEConfig
@@ -142,6 +142,8 @@ def save(vae: ConvVAE, facts: dict[str, Any], folder: Path) -> None:
 
 def _check(dataset: Dataset, config: VAEConfig) -> None:
     channels, size, _ = dataset.image_shape
+    if isinstance(dataset, DrawnDataset):
+        raise DataError(f"{dataset.fingerprint} are latents; an autoencoder is trained on images")
     if channels != config.in_channels:
         raise DataError(f"the images have {channels} channel(s), the autoencoder takes {config.in_channels}")
     try:

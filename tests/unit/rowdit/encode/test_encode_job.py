@@ -18,6 +18,8 @@ from rowdit.data import ArrayDataset, DataError, Dataset, DrawnDataset, ImageFol
 from rowdit.data.decode import BadImageError
 from rowdit.data.latents import Latents
 from rowdit.encode import EncodeOptions, IdentityEncoder, encode_split, job, verify
+from rowdit.encode.train_vae import train_vae
+from rowdit.models.vae import VAEConfig
 
 
 class Toy:
@@ -239,6 +241,13 @@ def test_images_that_dont_fit_the_encoder(tmp_path):
     odd = ArrayDataset(np.zeros((2, 1, 5, 5), np.uint8), np.zeros(2, np.int64), ("a",), name="odd")
     with pytest.raises(DataError, match="image_size 5 isn't divisible"):
         encode_split(odd, Toy(), tmp_path)
+
+
+def test_latents_are_not_encoded_again(folder, tmp_path):
+    with pytest.raises(DataError, match="are latents already"):
+        encode_split(Latents(folder), IdentityEncoder(1), tmp_path / "again")
+    with pytest.raises(DataError, match="are latents; an autoencoder is trained on images"):
+        train_vae(Latents(folder), tmp_path / "vae", VAEConfig())
 
 
 def test_an_encoder_that_overflows_is_named(tmp_path):
