@@ -200,8 +200,8 @@ def test_missing_gradients() -> None:
 )
 def test_precisions(dtype: torch.dtype, ns_dtype: torch.dtype, tolerance: float, adjust_lr_fn: str) -> None:
     settings = [MuonSettings(lr=0.02, period=3, adjust_lr_fn=adjust_lr_fn)] * len(SHAPES)
-    # Small weights, so that bf16 rounds them by far less than a step moves them. One orthogonalisation in bf16 is off by
-    # more than eight steps together.
+    # Small weights, so that bf16 rounds them by far less than a step moves them. One orthogonalisation in bf16 is off
+    # by more than eight steps together.
     at_the_end = ns_dtype == torch.bfloat16
     found = compare(SHAPES, settings, dtype=dtype, ns_dtype=ns_dtype, size=1 / 64, at_the_end=at_the_end)
     assert found < tolerance
