@@ -7,7 +7,8 @@ only where the bytes of row i are and what it is called.
 Bad images (damaged, truncated, too large, without a stated scale), by ``bad_images``:
 
     "error"     BadImageError when its turn comes
-    "skip"      every image is decoded once at opening, and the bad ones aren't part of the dataset
+    "skip"      every image is decoded once at opening, and the bad ones aren't part of the dataset; of shards, what was
+                found is kept until one of them changes, and one process on a machine finds it for all
     "replace"   the next good image of its class, in the source's order and beginning anew at its end, takes its place;
                 which one that is depends on the source alone
 """
@@ -15,6 +16,7 @@ Bad images (damaged, truncated, too large, without a stated scale), by ``bad_ima
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ import numpy as np
 
 from rowdit.data.batch import DataError, Dataset, check_indices, fingerprint
 from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError, read_image
+from rowdit.data.index_cache import cached_arrays
 
 HELD_OUT_EVERY = 10  # one image in so many is reference where a source has no splits
 FEW_BYTES = 256 << 20  # hashed without being asked: about a second
@@ -69,6 +72,19 @@ class Decoding:
         return f"square-bicubic{on}"
 
 
+@dataclass(frozen=True)
+class Scanned:
+    """What finding bad images in a source depends on, beside how they are decoded.
+
+    Args:
+        rows: names the rows and their order.
+        files: that hold them.
+    """
+
+    rows: str
+    files: Sequence[Path]
+
+
 class EncodedImages:
     """A :class:`rowdit.data.Dataset` of encoded images; the base of the sources.
 
@@ -78,6 +94,7 @@ class EncodedImages:
         class_names: one name a class.
         decoding: how.
         cache: keep decoded images in memory, N x C x image_size^2 bytes when all have been read.
+        scanned: under ``"skip"``, what the good rows may be remembered by; None finds them anew each time.
 
     Attributes:
         labels: of the dataset's images.
@@ -95,6 +112,7 @@ class EncodedImages:
         decoding: Decoding,
         *,
         cache: bool = False,
+        scanned: Scanned | None = None,
     ) -> None:
         self.class_names = tuple(class_names)
         self.num_classes = len(self.class_names)
@@ -108,7 +126,7 @@ class EncodedImages:
         self._row_labels = labels
         self._rows = np.arange(len(labels))  # of the images that are part of the dataset
         if self.bad_images == "skip":
-            self._rows = self._find_good()
+            self._rows = self._find_good(scanned)
         self.labels = labels[self._rows]
         self._by_class: dict[int, np.ndarray] = {}
 
@@ -189,16 +207,18 @@ class EncodedImages:
             self._cache[row], self._cached[row] = image, True
         return image
 
-    def _find_good(self) -> np.ndarray:
-        """Decode all; the rows that can be used."""
+    def _find_good(self, scanned: Scanned | None) -> np.ndarray:
+        """The rows that can be used."""
         labels = self._row_labels
-        good = np.zeros(len(labels), bool)
-        for row in range(len(labels)):
-            try:
-                self._read(row)
-                good[row] = True
-            except BadImageError:
-                continue
+        if scanned is None:
+            found = self._scan()
+        else:
+            decoding = self._decoding
+            how = f"{scanned.rows}-{decoding.image_size}-{decoding.channels}-{decoding.max_pixels}"
+            key = hashlib.sha256(how.encode()).hexdigest()[:16]
+            found = cached_arrays(f"scan1-{key}", scanned.files, self._scan)
+            self.bad_files = json.loads(found["bad_files"].tobytes())
+        good = found["good"].astype(bool)
         gone = sorted(set(labels.tolist()) - set(labels[good].tolist()))
         if gone:
             names = ", ".join(self.class_names[label] for label in gone)
@@ -208,6 +228,17 @@ class EncodedImages:
                 f"({first}: {self.bad_files[first]}); mend them or remove the class"
             )
         return np.flatnonzero(good)
+
+    def _scan(self) -> dict[str, np.ndarray]:
+        """Decode all rows: ``good`` (N,) uint8, and ``bad_files`` as JSON in bytes."""
+        good = np.zeros(len(self._row_labels), np.uint8)
+        for row in range(len(good)):
+            try:
+                self._read(row)
+                good[row] = 1
+            except BadImageError:
+                continue
+        return {"good": good, "bad_files": np.frombuffer(json.dumps(self.bad_files).encode(), np.uint8)}
 
     def _mark(self, name: str, digest: str) -> str:
         """The fingerprint."""

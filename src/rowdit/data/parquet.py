@@ -26,6 +26,7 @@ from rowdit.data.encoded import (
     Decoding,
     EncodedImages,
     Part,
+    Scanned,
     classes_of,
     digest_files,
     some_rows,
@@ -102,7 +103,8 @@ class ParquetImages(EncodedImages):
         names = classes_of(number_labels, class_names or found_names, num_classes, self._full_name)
         few = sum(group_bytes) <= FEW_BYTES
         self._window = window or (len(group_rows) if few else _window(group_bytes))
-        super().__init__(str(root), number_labels, names, decoding)
+        scanned = Scanned(f"parquet-{self._image_key}-{label_column}-{part}", self._files)
+        super().__init__(str(root), number_labels, names, decoding, scanned=scanned)
         self.blocks = None if few and window is None else self._blocks()
         digest, kind = digest_files(self._files, root, hash_contents)
         mixed = f"-window{self._window}" if self.blocks else ""

@@ -1,4 +1,4 @@
-"""Which files a pattern names, and which of them are of a split; where indexes of shards are kept.
+"""Which files a pattern names, and which of them are of a split.
 
 A pattern is a file, a folder (all files in it with the source's extension, at any depth), a shell pattern
 (``shards/*.tar``), or has a brace list or range (``train-{000..123}.tar``, ``{a,b}.tar``), as WebDataset writes them.
@@ -11,14 +11,11 @@ is held out.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import glob
-import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -117,46 +114,3 @@ def _split_of(path: Path) -> str:
 
 def _is_hidden(path: Path, root: str) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
-def cache_root() -> Path:
-    """Where indexes are kept: ``$XDG_CACHE_HOME/rowdit``, by default under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rowdit"
-
-
-def cached_arrays(kind: str, files: Sequence[Path], make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What ``make`` gives, kept on disk until one of the files changes its name, size or time.
-
-    One process makes it while others on the machine wait. Where the cache can't be written, it is made anew each time.
-
-    Args:
-        kind: names the sort of index and its version.
-        files: that it is made from.
-        make: makes it.
-    """
-    from safetensors.numpy import load_file, save_file
-
-    digest = hashlib.sha256(kind.encode())
-    for file in files:
-        status = file.stat()
-        digest.update(f"\n{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
-    path = cache_root() / "index" / f"{kind}-{digest.hexdigest()[:32]}.safetensors"
-    with contextlib.ExitStack() as stack:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(path.with_suffix(".lock"), "w"))
-        except OSError:
-            return make()
-        with contextlib.suppress(OSError):  # without locks two processes may make it, and the last one's stays
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            return load_file(path)
-        except Exception:  # missing, or cut off: safetensors has its own errors
-            arrays = make()
-        part = path.with_suffix(f".part-{os.getpid()}")
-        try:
-            save_file(arrays, part)
-            os.replace(part, path)
-        except OSError:
-            part.unlink(missing_ok=True)
-    return arrays

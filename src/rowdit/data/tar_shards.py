@@ -28,9 +28,10 @@ import numpy as np
 
 from rowdit.data.batch import DataError
 from rowdit.data.decode import MAX_PIXELS, WHITE, BadImageError
-from rowdit.data.encoded import BadImages, Decoding, EncodedImages, Part, classes_of, digest_files, some_rows
+from rowdit.data.encoded import BadImages, Decoding, EncodedImages, Part, Scanned, classes_of, digest_files, some_rows
 from rowdit.data.image_folder import EXTENSIONS
-from rowdit.data.shard_files import cached_arrays, files_of_split, find_files
+from rowdit.data.index_cache import cached_arrays
+from rowdit.data.shard_files import files_of_split, find_files
 
 _MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # WebDataset's: the key ends at the first dot of the last part
 _IMAGE_KEYS = frozenset(extension[1:] for extension in EXTENSIONS)
@@ -89,7 +90,7 @@ class TarShards(EncodedImages):
         self._descriptors: OrderedDict[int, int] = OrderedDict()
         labels = index["labels"][rows]
         names = classes_of(labels, class_names, num_classes, self._full_name)
-        super().__init__(str(root), labels, names, decoding)
+        super().__init__(str(root), labels, names, decoding, scanned=Scanned(f"tar-{keys}-{part}", self._files))
         digest, kind = digest_files(self._files, root, hash_contents)
         self.fingerprint = self._mark(f"tar-{kind}-{part}" if part != "all" else f"tar-{kind}", digest)
 

@@ -297,6 +297,25 @@ def test_the_index_is_made_once_and_again_when_a_shard_changes(tmp_path, cache, 
     assert len(open_dataset(spec, image_size=4)) == 9 and len(walked) == 3
 
 
+@pytest.mark.parametrize("source", ["tar", "parquet"])
+def test_bad_images_are_looked_for_once(tmp_path, source, monkeypatch):
+    from rowdit.data import encoded as module
+
+    decoded = []
+    original = module.read_image
+    monkeypatch.setattr(module, "read_image", lambda *a, **k: decoded.append(1) or original(*a, **k))
+    samples = pets()
+    samples[3] = Sample(samples[3].name, b"x", 0)
+    spec = WRITERS[source](tmp_path / source, samples)
+    first, second = (open_dataset(spec, image_size=4, bad_images="skip") for _ in range(2))
+    assert len(decoded) == 10 and len(first) == len(second) == 9
+    assert first.bad_files == second.bad_files and first.fingerprint == second.fingerprint
+    open_dataset(spec, image_size=5, bad_images="skip")  # decoded in another way, it may be bad in another way
+    assert len(decoded) == 20
+    WRITERS[source](tmp_path / source, pets())
+    assert len(open_dataset(spec, image_size=4, bad_images="skip")) == 10
+
+
 def test_labels_in_json_and_keys(tmp_path):
     spec = write_tar(tmp_path / "a", pets(), label="label")
     assert open_dataset(spec, image_size=4).labels.tolist() == [0] * 5 + [1] * 5
