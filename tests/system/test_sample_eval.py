@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 
 from rowdit import cli
+from rowdit.train.config import DataConfig
 from rowdit.train.loop import train
 from toy_training import toy_config, toy_dataset
 
@@ -126,6 +128,32 @@ def test_an_export_makes_the_same_images(run, tmp_path):
     for source, out in ((run, "a"), (tmp_path / "model.safetensors", "b")):
         assert call("sample", source, "--num-images", 6, "--out", tmp_path / out) == 0
     assert images_in(tmp_path / "a") == images_in(tmp_path / "b")
+
+
+def test_latents_are_decoded_by_the_autoencoder_that_made_them(tmp_path, capsys):
+    from rowdit.data import open_dataset
+    from rowdit.encode import encode_split, open_encoder
+    from rowdit.encode.train_vae import VAETraining, train_vae
+    from rowdit.models.vae import VAEConfig
+
+    small = VAEConfig(in_channels=1, latent_channels=2, downsample_factor=2, hidden_channels=8)
+    train_vae(toy_dataset(), tmp_path / "vae", small, VAETraining(steps=4, batch_size=8))
+    encoder = open_encoder(f"vae:{tmp_path / 'vae'}")
+    for split in ("train", "reference"):
+        encode_split(toy_dataset(seed=len(split)), encoder, tmp_path / "latents" / split)
+    source = f"latents:{tmp_path / 'latents'}"
+    config = dataclasses.replace(
+        toy_config(steps=2),
+        data=DataConfig(source=source),
+        model=dataclasses.replace(toy_config().model, image_size=4, in_channels=2),
+    )
+    train(config, open_dataset(source), tmp_path / "run")
+    assert call("sample", tmp_path / "run", "--num-images", 5, "--out", "s") == 0
+    assert Image.open(tmp_path / "s" / "images" / "00000004.png").size == (8, 8)
+    decoder = json.loads((tmp_path / "s" / "sampling.json").read_text())["fingerprint"]["decoder"]
+    assert decoder["hash"] == encoder.hash and "spec" not in decoder
+    assert call("eval", tmp_path / "run", *METRICS) == 2, "a latent is no image to compare with"
+    assert "name real images with --reference" in capsys.readouterr().err
 
 
 def test_statistics_are_kept_and_scores_compared(run, real, tmp_path, capsys):
