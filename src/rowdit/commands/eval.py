@@ -31,8 +31,9 @@ class EvalOptions:
 
     Args:
         target: folder of a run, a file that rowdit export wrote, folder of images, or a file of arrays.
-        reference: real images: statistics (.safetensors), a folder, a file of arrays, or a dataset such as bundled or
-            folder:PATH. Of a run on pixels it is by default the reference split of its data.
+        reference: real images: statistics (.safetensors), a folder, a file of arrays, a dataset such as bundled or
+            folder:PATH, or moments:FILE.npz for mu and sigma that others published, which only you can vouch for. Of a
+            run on pixels it is by default the reference split of its data.
         network: of the features.
         weights: the network's weights file, where they aren't installed.
         download: fetch the network's published weights if they aren't here.
@@ -183,6 +184,8 @@ class _Work:
             found = {"network": self.network.fingerprint(), "image_shape": list(target.source.image_shape)}
             check_fits("the images", found, reference)
             return reference
+        if spec.startswith("moments:"):
+            return _published(Path(spec.removeprefix("moments:")).expanduser(), self.network, _metrics(self.options))
         source = open_images(spec, image_size=_size_of(spec, size), channels=channels)
         _check_shape(spec, source, target)
         return source
@@ -220,6 +223,18 @@ class _Work:
                 "name others with --floor, or leave it out with --floor none"
             )
         return floor
+
+
+def _published(path: Path, network: FeatureNetwork, metrics: list[str]) -> Reference:
+    """Moments of others, as far as it can be told that they fit; before anything takes long."""
+    from rowdit.evaluate.reference import published_moments
+
+    reference = published_moments(path)
+    if reference.statistics.dim != network.dim:
+        raise ValueError(f"{path} is of {reference.statistics.dim} features, {network.name} has {network.dim}")
+    if metrics != ["fd"]:
+        raise ValueError(f"{path} has moments and no features: only fd can be measured, --metrics fd")
+    return reference
 
 
 def _reference_of(options: EvalOptions, data: str | None) -> str:
@@ -340,7 +355,9 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 def _print(record: Mapping[str, Any], scores: list[Score], earlier: Mapping[str, Score], path: Path) -> None:
     fingerprint = scores[0].fingerprint
     print(f"images     {record['images']}")
-    print(f"reference  {fingerprint['reference']['dataset']} ({fingerprint['reference']['num_images']} images)")
+    print(
+        f"reference  {fingerprint['reference']['dataset']} ({fingerprint['reference']['num_images'] or 'unknown'} images)"
+    )
     print(f"network    {fingerprint['network']['name']}, sha256 {fingerprint['network']['sha256'][:16]}")
     print(f"{'':30}{'score':>12}{'real images':>14}{'earlier' if earlier else '':>12}")
     for one in scores:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rowdit import streams
 from rowdit.evaluate.extract import Extracted
-from rowdit.evaluate.frechet import FeatureStatistics
+from rowdit.evaluate.frechet import FeatureStatistics, Moments
 from rowdit.evaluate.manifold import overlap
 from rowdit.evaluate.reference import (
     FRECHET,
@@ -56,10 +56,13 @@ def values(features: Tensor, reference: Reference, metrics: Sequence[str] = METR
         ValueError: an unknown metric, or too few images for one.
     """
     check_metrics(metrics)
+    if isinstance(reference.statistics, Moments) and set(metrics) != {"fd"}:
+        raise ValueError("moments that others published have no features: only fd can be measured, --metrics fd")
     found: dict[str, float] = {}
     if "fd" in metrics:
         check_enough(len(features), "images", features.shape[1], metrics)
-        check_enough(reference.statistics.num, "images of the reference", features.shape[1], metrics)
+        if reference.statistics.num is not None:
+            check_enough(reference.statistics.num, "images of the reference", features.shape[1], metrics)
         found["fd"] = frechet_from(features, reference)
     if "kid" in metrics:
         found["kid"] = kernel_from(features, reference)

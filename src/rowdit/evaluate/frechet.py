@@ -6,6 +6,7 @@ Heusel et al., arXiv:1706.08500, equation 6.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -135,7 +136,42 @@ class FeatureStatistics:
         return cls.from_tensors(load_file(path))
 
 
-def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
+@dataclass(frozen=True)
+class Moments:
+    """Mean and covariance that others computed: what is left of features where these alone were published.
+
+    Args:
+        mean: (D,) float64, finite.
+        covariance: (D, D) float64, finite, symmetric.
+
+    Raises:
+        ValueError: shapes that don't fit, values that aren't finite, or a matrix that isn't symmetric.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    def __post_init__(self) -> None:
+        dim = self.mean.numel()
+        if self.mean.shape != (dim,) or self.covariance.shape != (dim, dim):
+            shapes = f"{tuple(self.mean.shape)} and {tuple(self.covariance.shape)}"
+            raise ValueError(f"mean and covariance have shapes {shapes}, expected (D,) and (D, D)")
+        if not (self.mean.isfinite().all() and self.covariance.isfinite().all()):
+            raise ValueError("mean or covariance holds values that aren't finite")
+        if not torch.allclose(self.covariance, self.covariance.T, rtol=1e-5, atol=1e-8):
+            raise ValueError("the covariance isn't symmetric")
+
+    @property
+    def dim(self) -> int:
+        return len(self.mean)
+
+    @property
+    def num(self) -> None:
+        """Of how many vectors they are isn't known."""
+        return None
+
+
+def frechet_distance(a: FeatureStatistics | Moments, b: FeatureStatistics | Moments) -> float:
     """Return |mu_a - mu_b|^2 + tr(A + B - 2 (A B)^(1/2)), at least 0.
 
     tr (A B)^(1/2) is the sum of the square roots of the eigenvalues of A^(1/2) B A^(1/2), a symmetric matrix: no
@@ -157,6 +193,6 @@ def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     return max(float(distance), 0.0)
 
 
-def _check_same_dim(a: FeatureStatistics, b: FeatureStatistics) -> None:
+def _check_same_dim(a: FeatureStatistics | Moments, b: FeatureStatistics | Moments) -> None:
     if a.dim != b.dim:
         raise ValueError(f"feature dimensions differ: {a.dim} and {b.dim}; use the same feature network for both")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +15,10 @@ from torch import Tensor
 from rowdit import streams
 from rowdit.evaluate.features import FeatureNetwork
 from rowdit.evaluate.fingerprint import check_same, digest, load_tensors, save_tensors
-from rowdit.evaluate.frechet import FeatureStatistics, frechet_distance
+from rowdit.evaluate.frechet import FeatureStatistics, Moments, frechet_distance
 from rowdit.evaluate.kid import NUM_SUBSETS, SUBSET_SIZE, kernel_distance
 from rowdit.evaluate.score import Sampling, Score
+from rowdit.evaluate.weights import file_hash
 
 if TYPE_CHECKING:
     from rowdit.data.batch import Dataset
@@ -48,7 +50,7 @@ class Reference:
         fingerprint: network (with hash), dataset (with hash), image shape and number of images.
     """
 
-    statistics: FeatureStatistics
+    statistics: FeatureStatistics | Moments
     features: Tensor
     fingerprint: Mapping[str, Any]
 
@@ -59,6 +61,8 @@ class Reference:
 
     def save(self, path: Path | str) -> None:
         """Write one safetensors file, whose header carries the fingerprint as JSON. Whole or not at all."""
+        if isinstance(self.statistics, Moments):
+            raise ValueError("moments that others published have no fingerprint to be kept with; name their own file")
         tensors = {**self.statistics.tensors(), "features": self.features}
         save_tensors(Path(path), tensors, FORMAT, self.fingerprint)
 
@@ -247,9 +251,36 @@ def _distances(images: Tensor, reference: Reference, network: FeatureNetwork) ->
     return frechet_from(features, reference), kernel_from(features, reference)
 
 
+def published_moments(path: Path) -> Reference:
+    """Mean and covariance as others publish them: `mu` and `sigma` in an npz file.
+
+    Nothing in such a file says which network, which images and how many it is of; the caller vouches for them. There
+    are no features in it, so a Frechet distance is all that can be measured.
+
+    Raises:
+        ValueError: it can't be read, or holds something else.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            missing = [name for name in ("mu", "sigma") if name not in content.files]
+            if missing:
+                raise ValueError(f"it holds {', '.join(content.files)}, but no {' and no '.join(missing)}")
+            moments = Moments(*(torch.from_numpy(content[name].astype(np.float64)) for name in ("mu", "sigma")))
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} holds no moments (mu and sigma in an npz): {error}") from None
+    fingerprint = {
+        "dataset": f"moments:{path.name}:sha256-{file_hash(path)[:16]}",
+        "image_shape": None,
+        "num_images": None,
+        "network": None,
+    }
+    return Reference(moments, torch.empty(0, moments.dim), fingerprint)
+
+
 def check_fits(name: str, found: Mapping[str, Any], reference: Reference) -> None:
-    """Raise a ValueError that shows both sides unless network and image shape are the reference's."""
+    """Raise a ValueError that shows both sides unless network and image shape are the reference's, as far as known."""
     wanted = {key: reference.fingerprint[key] for key in ("network", "image_shape")}
+    wanted = {key: value for key, value in wanted.items() if value is not None}
     check_same(name, {key: found[key] for key in wanted}, "the reference", wanted)
 
 

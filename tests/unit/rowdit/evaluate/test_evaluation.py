@@ -18,7 +18,7 @@ from rowdit.evaluate.images import ArrayImages, DatasetImages, FolderImages
 from rowdit.evaluate.manifold import overlap
 from rowdit.evaluate.networks import open_network, published_weights
 from rowdit.evaluate.ranks import Ranks
-from rowdit.evaluate.reference import Reference
+from rowdit.evaluate.reference import Reference, published_moments
 
 
 class Moments:
@@ -209,6 +209,36 @@ class TestScores:
         again = Reference.load(tmp_path / "real.safetensors")
         assert again.hash == reference.hash
         assert values(samples.features, again) == values(samples.features, reference)
+
+    def test_moments_that_others_published(self, tmp_path):
+        real, samples = take(images(700), tmp_path), take(images(600, seed=1, top=200), tmp_path)
+        statistics = FeatureStatistics.from_features(real.features)
+        np.savez(tmp_path / "m.npz", mu=statistics.mean.numpy(), sigma=statistics.covariance.numpy(), arr_0=np.zeros(3))
+        reference = published_moments(tmp_path / "m.npz")
+        (fd,) = score(samples, reference, ("fd",))
+        assert fd.value == pytest.approx(values(samples.features, reference_of(real), ("fd",))["fd"], rel=1e-12)
+        assert fd.fingerprint["reference"]["dataset"].startswith("moments:m.npz:sha256-")
+        with pytest.raises(ValueError, match="no features: only fd can be measured, --metrics fd"):
+            values(samples.features, reference, ("fd", "kid"))
+        with pytest.raises(ValueError, match="have no fingerprint to be kept with"):
+            reference.save(tmp_path / "x.safetensors")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ({"mu": np.zeros(3)}, "it holds mu, but no sigma"),
+            ({"mu": np.zeros(3), "sigma": np.zeros((3, 4))}, r"shapes \(3,\) and \(3, 4\)"),
+            ({"mu": np.full(2, np.nan), "sigma": np.eye(2)}, "aren't finite"),
+            ({"mu": np.zeros(2), "sigma": np.array([[1.0, 2.0], [0.0, 1.0]])}, "isn't symmetric"),
+        ],
+    )
+    def test_moments_that_are_none(self, tmp_path, content, message):
+        np.savez(tmp_path / "m.npz", **content)
+        with pytest.raises(ValueError, match=rf"m.npz holds no moments \(mu and sigma in an npz\): .*{message}"):
+            published_moments(tmp_path / "m.npz")
+        (tmp_path / "n.npz").write_bytes(b"PK")
+        with pytest.raises(ValueError, match="n.npz holds no moments"):
+            published_moments(tmp_path / "n.npz")
 
     def test_what_is_kept_of_many_features_is_a_random_draw(self, tmp_path, monkeypatch):
         """A dataset sorted by class: its first images would be of the first classes alone."""
