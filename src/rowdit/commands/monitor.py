@@ -134,7 +134,7 @@ class Monitor:
             batch_size=BATCH,
             progress=lambda done, total: self.check_stop(),
             decoder=self.decoder,
-            ranks=Ranks(self.world.rank, self.world.size, self.world.checkpoint_group),
+            ranks=Ranks(self.world.rank, self.world.size, self.world.host_group),
         )
 
     def _write_grid(self, path: Path, images: Tensor, num_classes: int) -> None:

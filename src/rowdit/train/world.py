@@ -36,14 +36,16 @@ class World:
         size: number of ranks.
         device: of this process.
         mesh: what the model is sharded over; None for a plain model.
-        checkpoint_group: a gloo group of all ranks of its own, for checkpoints that are written beside the training;
-            None where no process group is.
+        host_group: a gloo group of all ranks, for plain data; None where no process group is.
+        checkpoint_group: another one, which only checkpoints use: they may be written beside whatever else is sent, and
+            two threads that take turns in one group would each get what was meant for the other.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
     mesh: DeviceMesh | None = None
+    host_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
 
     @property
@@ -77,7 +79,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
         return box[0]
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -124,8 +126,8 @@ def join_world(parallel: ParallelConfig, *, timeout: timedelta = TIMEOUT) -> Ite
 def world_of_group(parallel: ParallelConfig, device: torch.device, *, timeout: timedelta = TIMEOUT) -> World:
     """The world of the default process group, which stands already. A collective."""
     size = dist.get_world_size()
-    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    return World(dist.get_rank(), size, device, _mesh(size, parallel, device), checkpoint_group)
+    host_group, checkpoint_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    return World(dist.get_rank(), size, device, _mesh(size, parallel, device), host_group, checkpoint_group)
 
 
 def _device() -> torch.device:
