@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,6 +87,7 @@ class Target:
         num_images: how many of them; None is all.
         samples: the fingerprint of `SampleJob`, if they are samples; None for images of unknown origin.
         data: the run's data source, for the reference; None where there is no run, or it is of latents.
+        reading: how the run reads its data.
         out: default folder of the scores.
     """
 
@@ -95,6 +96,7 @@ class Target:
     samples: Mapping[str, Any] | None
     data: str | None
     out: Path
+    reading: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def made_by(self) -> dict[str, Any] | None:
@@ -186,7 +188,8 @@ class _Work:
             return reference
         if spec.startswith("moments:"):
             return _published(Path(spec.removeprefix("moments:")).expanduser(), self.network, _metrics(self.options))
-        source = open_images(spec, image_size=_size_of(spec, size), channels=channels)
+        reading = {} if self.options.reference else target.reading
+        source = open_images(spec, image_size=_size_of(spec, size), channels=channels, reading=reading)
         _check_shape(spec, source, target)
         return source
 
@@ -208,7 +211,8 @@ class _Work:
         if spec is None or spec == "none":
             return None
         channels, size, _ = target.source.image_shape
-        source = open_images(spec, image_size=_size_of(spec, size), channels=channels, split="train")
+        reading = {} if self.options.floor else target.reading
+        source = open_images(spec, image_size=_size_of(spec, size), channels=channels, split="train", reading=reading)
         _check_shape(spec, source, target)
         num = self.ranks.from_first(len(extracted.features) if extracted is not None else None)
         if len(source) < num:
@@ -326,7 +330,9 @@ def _sampled_run(
     with bar("sampling", ranks.is_first) as progress:
         fill(folder, job, num_images, ranks=ranks, progress=progress)
     home = path / "evaluation" if path.is_dir() else path.with_name(f"{path.stem}-evaluation")
-    return Target(_samples(folder, num_images, options), num_images, job.fingerprint(), data, home / folder.path.name)
+    reading = {"num_classes": loaded.config.model.num_classes, **loaded.config.data.options()}
+    samples, scores = _samples(folder, num_images, options), home / folder.path.name
+    return Target(samples, num_images, job.fingerprint(), data, scores, reading)
 
 
 def _samples(folder: Any, num_images: int, options: EvalOptions) -> ImageSource:
@@ -355,9 +361,8 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 def _print(record: Mapping[str, Any], scores: list[Score], earlier: Mapping[str, Score], path: Path) -> None:
     fingerprint = scores[0].fingerprint
     print(f"images     {record['images']}")
-    print(
-        f"reference  {fingerprint['reference']['dataset']} ({fingerprint['reference']['num_images'] or 'unknown'} images)"
-    )
+    num_reference = fingerprint["reference"]["num_images"] or "an unknown number of"
+    print(f"reference  {fingerprint['reference']['dataset']} ({num_reference} images)")
     print(f"network    {fingerprint['network']['name']}, sha256 {fingerprint['network']['sha256'][:16]}")
     print(f"{'':30}{'score':>12}{'real images':>14}{'earlier' if earlier else '':>12}")
     for one in scores:

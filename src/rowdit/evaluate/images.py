@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -190,6 +191,7 @@ def open_images(
     image_size: int | None = None,
     channels: int | None = None,
     split: Literal["train", "reference"] = "reference",
+    reading: Mapping[str, Any] | None = None,
 ) -> ImageSource:
     """Images by their name.
 
@@ -197,8 +199,9 @@ def open_images(
         spec: a folder; a file that ends in .npz or .npy; or a dataset by the names of `rowdit.data.open_dataset`, such
             as "bundled" or "folder:PATH".
         image_size: pixels a side to crop and resize to; None takes images as they are. Not for files of arrays.
-        channels: of images in a folder: 1 or 3; None is what they have.
+        channels: 1 or 3; None is what they have.
         split: of a dataset.
+        reading: more options of `open_dataset`.
 
     Raises:
         ImagesError, DataError: there are no such images, or they can't be used; the message says why.
@@ -214,7 +217,7 @@ def open_images(
         samples = path / "images" if (path / "sampling.json").is_file() else path  # a grid beside them is no sample
         return FolderImages(samples, image_size, channels)
     try:
-        options: dict[str, Any] = {"channels": channels} if channels and str(spec).startswith("folder:") else {}
+        options = {"channels": channels, **(reading or {})}
         return DatasetImages(open_dataset(str(spec), split, image_size, **options))
     except DataError as error:
         if "unknown dataset" in str(error):
