@@ -55,6 +55,8 @@ def test_blocks_are_mixed_within_windows_and_each_sample_comes_once():
             windows[-1].add(block)
         assert [len(window) for window in windows] == [2, 2, 2]
         assert set.union(*windows) == set(range(6))
+        in_window = order[: sum(block in windows[0] for block in block_of.tolist())]
+        assert (np.diff(in_window) < 0).sum() > 1  # mixed, not two runs one after the other
     assert (stream_indices(7, 35, 20, 40, blocks) == orders.ravel()[35:55]).all()
 
 
