@@ -131,6 +131,8 @@ class Monitor:
             sampler=evaluate.sampler,
             num_steps=evaluate.num_steps,
             guidance=evaluate.guidance,
+            guidance_interval=evaluate.guidance_interval,
+            time_shift=evaluate.time_shift,
             batch_size=BATCH,
             progress=lambda done, total: self.check_stop(),
             decoder=self.decoder,
@@ -152,7 +154,8 @@ class Monitor:
                 self.run / "evaluation", self.held_out, features, progress=lambda done, total: self.check_stop()
             )
         e = self.config.evaluate
-        sampling = Sampling(e.sampler, e.num_steps, e.guidance, e.seed, 0, self.config.train.ema_decay)
+        decay, interval = self.config.train.ema_decay, e.guidance_interval
+        sampling = Sampling(e.sampler, e.num_steps, e.guidance, e.seed, 0, decay, interval, e.time_shift)
         frechet, kernel = score_images(images, self._reference, features, floor=None, sampling=sampling)
         return {
             "score_report": frechet.value,

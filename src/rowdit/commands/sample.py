@@ -114,7 +114,7 @@ def sample_job(loaded: LoadedModel, options: SamplerOptions, num_images: int) ->
         guidance_interval=options.guidance_interval or default.guidance_interval,
         time_shift=default.time_shift if options.time_shift is None else options.time_shift,
         seed=default.seed if options.seed is None else options.seed,
-        ema=loaded.config.train.ema_decay if loaded.which == "ema" else None,
+        ema=_decay_of(loaded),
         precision=options.precision,
     )
     return SampleJob(
@@ -127,6 +127,13 @@ def sample_job(loaded: LoadedModel, options: SamplerOptions, num_images: int) ->
         batch_size=min(64, num_images) if options.batch_size is None else options.batch_size,
         decoder=loaded.decoder,
     )
+
+
+def _decay_of(loaded: LoadedModel) -> float | None:
+    """Of the average that is sampled from, which goes into scores' fingerprints; None for what has no one decay."""
+    if loaded.which == "ema":
+        return loaded.config.train.ema_decay
+    return float(loaded.which.removeprefix("ema_")) if loaded.which.startswith("ema_") else None
 
 
 def default_folder(run: Path, job: SampleJob) -> Path:
