@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,9 @@ def test_a_size_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         (["scale_2b", "--world-size", "6", "--replicas", "4"], "6 ranks can't be divided"),
         (["scale_2b", "--world-size", "0"], "at least one rank"),
         (["scale_2b", "--label", "muon"], "one run"),
+        (["scale_2b", "--cluster", "h101"], "did you mean 'h100'"),
+        (["quickstart", "--label", "adamw", "--sweep"], "AdamW has neither"),
+        (["quickstart", "--device", "cpu", "--sweep"], "--sweep needs --cluster"),
         (["quickstart", "--label", "sgd"], "there is no 'sgd'"),
         (["quickstart", "--label", "adamw", "--period", "3"], "has no period"),
     ],
@@ -75,6 +79,19 @@ def test_a_batch_that_cannot_be_shared_is_said_beside(capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     assert json.loads(shown.out)["batch"]["images_per_rank"] == 1
     assert "--train.batch-size 128" in shown.err
+
+
+def test_time_is_predicted_for_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = plan(capsys, "quickstart", "--world-size", "8", "--cluster", "a100", *TINY)
+    assert "time on a100" in text and "hangs most on" in text
+    found = json.loads(plan(capsys, "quickstart", "--world-size", "8", "--cluster", "b200", "--json", *TINY))
+    seconds = found["seconds"]
+    assert seconds["step"] > seconds["optimizer"] > 0 and seconds["cluster"]["name"] == "b200"
+    assert "seconds" not in json.loads(plan(capsys, "quickstart", "--device", "cpu", "--json", *TINY))
+    arguments = ["--world-size", "8", "--sweep", "--out", str(tmp_path / "sweep"), *TINY]
+    assert "K = 3 saves" in plan(capsys, "quickstart", *arguments)
+    assert (tmp_path / "sweep" / "sweep.svg").read_text().startswith("<svg")
+    assert {row["world_size"] for row in json.loads((tmp_path / "sweep" / "sweep.json").read_text())} >= {8, 4096}
 
 
 def test_a_run_is_no_comparison(capsys: pytest.CaptureFixture[str]) -> None:

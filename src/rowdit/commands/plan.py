@@ -6,11 +6,14 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 if TYPE_CHECKING:
+    from rowdit.cost import Estimate
+    from rowdit.cost.hardware import Cluster
     from rowdit.study.comparison import Comparison
     from rowdit.train.config import RunConfig
 
@@ -30,6 +33,10 @@ class PlanOptions:
         refresh: "exchange" (each matrix orthogonalised once) or "gather" (by everyone); by default the recipe's.
         label: which optimizer, where the recipe is a comparison of several; by default its last.
         device: what the ranks have; a CPU leaves out half of large symmetric products.
+        cluster: machines for which the time of a step is predicted: a100, h100 (the default), h100-ethernet, h100-100g,
+            h200, b200, or a .json file. On a CPU only a file makes sense, and by default no time is given.
+        sweep: a table of periods and numbers of ranks up to 4096, gather and exchange, at as many images a rank.
+        out: folder for the sweep as sweep.svg and sweep.json.
         json: nothing but JSON on standard output.
     """
 
@@ -39,13 +46,17 @@ class PlanOptions:
     refresh: Literal["exchange", "gather"] | None = None
     label: str | None = None
     device: Literal["cuda", "cpu"] = "cuda"
+    cluster: str | None = None
+    sweep: bool = False
+    out: Path | None = None
     json: bool = False
 
 
 def run(arguments: list[str]) -> int:
     options, recipe, name = parse(arguments)
     from rowdit.cost import RankMesh, estimate
-    from rowdit.cost.text import describe
+    from rowdit.cost.predict import predict, sensitivities
+    from rowdit.cost.text import describe, describe_time, time_dict
     from rowdit.train.config import ConfigError
 
     config = run_config(recipe, options)
@@ -57,11 +68,49 @@ def run(arguments: list[str]) -> int:
     found = estimate(config, mesh, refresh=options.refresh, device=options.device)
     if problem := found.batch.problem(mesh.world_size):
         print(f"rowdit: {problem}", file=sys.stderr)
-    if options.json:
-        print(json.dumps({"recipe": name, **found.to_dict()}))
-    else:
-        print(f"recipe     {name}\n{describe(found)}")
+    data, text = {"recipe": name, **found.to_dict()}, [f"recipe     {name}\n{describe(found)}"]
+    machines = _cluster(options)
+    if machines is not None:
+        time, hangs_on = predict(found, machines), sensitivities(found, machines)
+        data["seconds"] = time_dict(time, machines, hangs_on)
+        text.append(describe_time(time, machines, hangs_on))
+    if options.sweep:
+        if machines is None:
+            raise ConfigError("--sweep needs --cluster: without machines there is no time")
+        data["sweep"], more = _sweep(found, machines, options, name)
+        text.append(more)
+    print(json.dumps(data) if options.json else "\n\n".join(text))
     return 0
+
+
+def _cluster(options: PlanOptions) -> Cluster | None:
+    from rowdit.cost.hardware import ClusterError, cluster
+    from rowdit.train.config import ConfigError
+
+    if options.cluster is None and options.device == "cpu":
+        return None
+    try:
+        return cluster(options.cluster or "h100")
+    except ClusterError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _sweep(found: Estimate, machines: Cluster, options: PlanOptions, name: str) -> tuple[list[dict[str, Any]], str]:
+    from rowdit.cost.plot import sweep_svg
+    from rowdit.cost.sweep import PERIODS, WORLD_SIZES, sweep, sweep_dict, sweep_table
+    from rowdit.train.config import ConfigError
+
+    if found.config.optimizer.name == "adamw":
+        raise ConfigError("--sweep varies the period and the refresh, and AdamW has neither; take another --label")
+    num_shards = found.mesh.num_shards if found.mesh.num_replicas > 1 else None
+    points = sweep(found.config, machines, found.batch.images_per_rank, num_shards, WORLD_SIZES)
+    data = sweep_dict(points)
+    if options.out is not None:
+        title = f"{name} on {machines.name}, {found.batch.images_per_rank} images a rank: ms of a step, predicted"
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "sweep.svg").write_text(sweep_svg(points, PERIODS, title), encoding="utf-8")
+        (options.out / "sweep.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return data, sweep_table(points)
 
 
 def run_config(recipe: RunConfig | Comparison, options: PlanOptions) -> RunConfig:

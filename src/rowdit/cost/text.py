@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rowdit.cost.estimate import Estimate
+from rowdit.cost.hardware import Cluster
 from rowdit.cost.optimizer import Routed
+from rowdit.cost.predict import StepTime
 
 _UNITS = ("", "K", "M", "G", "T", "P", "E")
 
@@ -32,17 +36,16 @@ def describe(found: Estimate) -> str:
     return "\n\n".join(parts)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns; the first ``left`` ones are aligned to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    ]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, notes: bool = False) -> str:
+    """Columns, numbers to the right; the first ``left`` ones and, if it holds notes, the last to the left."""
+    columns = len(head)
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(columns)]
+    words = {*range(left), *([columns - 1] if notes else [])}
+    rule = ["-" * width if not notes or i < columns - 1 else "" for i, width in enumerate(widths)]
+    return "\n".join(
+        "  ".join(cell.ljust(widths[i]) if i in words else cell.rjust(widths[i]) for i, cell in enumerate(row)).rstrip()
+        for row in (head, rule, *rows)
+    )
 
 
 def _head(found: Estimate) -> str:
@@ -152,5 +155,48 @@ def _memory(found: Estimate) -> str:
     }
     rows = [(name, quantity(value, "B"), says[name]) for name, value in memory.parts().items()]
     rows.append(("peak", quantity(memory.peak, "B"), "the most at a time; no sum, for they aren't all alive at once"))
-    lines = table(("memory per rank", "bytes", ""), [(a, b, "") for a, b, _ in rows]).splitlines()
-    return "\n".join([*lines[:2], *(f"{line}  {row[2]}" for line, row in zip(lines[2:], rows, strict=True))])
+    return table(("memory per rank", "bytes", ""), rows, notes=True)
+
+
+def describe_time(time: StepTime, cluster: Cluster, hangs_on: Mapping[str, float]) -> str:
+    """Where the milliseconds of a step go, and what they hang on."""
+    rows = [
+        ("forward and backward", time.compute, "matrix products of all micro-batches"),
+        ("FSDP, not hidden", time.fsdp_exposed, f"of {1e3 * time.fsdp_traffic:,.1f} ms of messages"),
+        ("averages", time.averages, ""),
+    ]
+    for kind, step in (("refresh", time.refresh), ("row step", time.row)):
+        says = (
+            f"memory {1e3 * step.memory:,.2f}, products {1e3 * step.products:,.2f}, waiting {1e3 * step.exposed:,.2f}"
+        )
+        if step.traffic:
+            says += f" of {1e3 * step.traffic:,.2f} ms of messages"
+        rows.append((f"optimizer, {kind}", step.total, says))
+    share = 100 * time.optimizer / time.total
+    rows.append(("optimizer, mean", time.optimizer, f"{share:.1f} % of the step"))
+    rows.append(("step, mean", time.total, ""))
+    cells = [(name, f"{1e3 * seconds:,.2f}", says) for name, seconds, says in rows]
+    body = [table((f"time on {cluster.name}", "ms", ""), cells, notes=True)]
+    (first, effect), *others = hangs_on.items()
+    more = ", ".join(f"{name} {100 * value:.1f} %" for name, value in others[:2] if value >= 0.0005)
+    body.append(
+        f"hangs most on: {first}; if that is a fifth less, a step takes {100 * effect:.1f} % longer"
+        + (f" (then: {more})" if more else "")
+    )
+    return "\n".join(body)
+
+
+def time_dict(time: StepTime, cluster: Cluster, hangs_on: Mapping[str, float]) -> dict[str, Any]:
+    """The same as plain data, in seconds."""
+    return {
+        "cluster": dataclasses.asdict(cluster),
+        "compute": time.compute,
+        "fsdp_exposed": time.fsdp_exposed,
+        "fsdp_traffic": time.fsdp_traffic,
+        "averages": time.averages,
+        "optimizer_refresh": {**dataclasses.asdict(time.refresh), "total": time.refresh.total},
+        "optimizer_row": {**dataclasses.asdict(time.row), "total": time.row.total},
+        "optimizer": time.optimizer,
+        "step": time.total,
+        "longer_if_a_fifth_less": dict(hangs_on),
+    }

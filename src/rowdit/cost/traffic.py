@@ -96,35 +96,56 @@ def _exchange_bytes(bucket: Bucket) -> list[int]:
     total = [0] * len(ranks)
     if needs_exchange(bucket):
         sent = _all_to_all(bucket, layout.shard_group(ranks[0]))
-        total = [sent[_owner(bucket, rank)] * itemsize for rank in ranks]
-    if bucket.shares_replicas:
-        first = layout.shard_group(ranks[0])
-        shared = [sum(share.count for share in bucket.route(rank).shares) for rank in first]
-        others = layout.num_replicas - 1
-        total = [
-            known + others * itemsize * shared[layout.shard_index(rank)]
-            for known, rank in zip(total, ranks, strict=True)
-        ]
-    return total
+        total = [sum(sent[_owner(bucket, rank)]) * itemsize for rank in ranks]
+    shared = _shared_bytes(bucket)
+    return [known + shared[layout.shard_index(rank)] for known, rank in zip(total, ranks, strict=True)]
 
 
-def _all_to_all(bucket: Bucket, group: tuple[int, ...]) -> dict[tuple[int, int], int]:
-    """Elements that (replica, shard) sends to the owners of its replica's matrices, and back as an owner."""
+def _shared_bytes(bucket: Bucket) -> list[int]:
+    """What a rank sends to its replicas, by shard; zeros where they don't share the work."""
+    layout = bucket.layout
+    assert layout.grid is not None
+    if not bucket.shares_replicas:
+        return [0] * layout.num_shards
+    counts = [sum(share.count for share in bucket.route(r).shares) for r in layout.shard_group(layout.grid.ranks[0])]
+    return [(layout.num_replicas - 1) * count * bucket.comm_dtype.itemsize for count in counts]
+
+
+def largest_messages(bucket: Bucket) -> tuple[int, int]:
+    """Bytes that the busiest rank sends or receives in one all-to-all of a bucket (there and back are each other's
+    reverse), or sends in its all-gather; and that the busiest rank sends to its replicas.
+    """
+    layout, itemsize = bucket.layout, bucket.comm_dtype.itemsize
+    if bucket.kind == "local" or layout.grid is None:
+        return 0, 0
+    if bucket.kind == "gather":
+        return _gather_bytes(bucket, layout.grid.ranks[0]), 0
+    most = 0
+    if needs_exchange(bucket):
+        both = _all_to_all(bucket, layout.shard_group(layout.grid.ranks[0]))
+        most = max(max(there, back) for there, back in both.values()) * itemsize
+    return most, max(_shared_bytes(bucket))
+
+
+def _all_to_all(bucket: Bucket, group: tuple[int, ...]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Elements that (replica, shard) sends to the owners of its replica's matrices, and then back as an owner."""
     of_replica: dict[int, Held] = {}
-    own: dict[tuple[int, int], int] = {}
+    parts: dict[tuple[int, int], int] = {}  # of what an owner owns, held by itself: goes nowhere
+    owned: dict[tuple[int, int], int] = {}
     for position, matrix in enumerate(bucket.matrices):
         runs = bucket.runs(position, group)
         replica, shard = matrix.owner
         of_replica.setdefault(replica, Held(len(group))).add(runs)
         part = sum(run.numel for run in runs if run.first <= shard < run.first + run.count)
-        # Its own part goes nowhere in either direction; the rest comes and is sent back.
-        own[matrix.owner] = own.get(matrix.owner, 0) + matrix.box.numel - 2 * part
+        parts[matrix.owner] = parts.get(matrix.owner, 0) + part
+        owned[matrix.owner] = owned.get(matrix.owner, 0) + matrix.box.numel
     sent = {}
     for replica in range(bucket.layout.num_replicas if bucket.shares_replicas else 1):
         held = of_replica.get(replica, Held(len(group)))
         for (start, stop), count in zip(pairwise([*held.starts, len(group)]), held.counts, strict=True):
             for shard in range(start, stop):
-                sent[replica, shard] = count + own.get((replica, shard), 0)
+                part = parts.get((replica, shard), 0)
+                sent[replica, shard] = (count - part, owned.get((replica, shard), 0) - part)
     return sent
 
 

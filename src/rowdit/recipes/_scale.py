@@ -7,11 +7,12 @@ batch, data and learning rates aren't public, so the shapes and every other sett
 from __future__ import annotations
 
 from rowdit.models import preset
+from rowdit.models.parallel import ParallelConfig
 from rowdit.train.config import DataConfig, EvaluateConfig, OptimizerConfig, RunConfig, TrainConfig
 
 
 def scale_run(size: str) -> RunConfig:
-    """The run of one size.
+    """The run of one size: on 256 ranks 16 images a rank; bf16 from fp32 master weights.
 
     Args:
         size: "1.3B", "2B", "4B", "9B" or "15B".
@@ -30,4 +31,5 @@ def scale_run(size: str) -> RunConfig:
             checkpoint_every=1000,
         ),
         evaluate=EvaluateConfig(num_evaluations=30, num_samples=10_000, num_steps=25),
+        parallel=ParallelConfig(param_dtype="bfloat16", activation_checkpointing=size in ("9B", "15B"), compile=True),
     )

@@ -14,6 +14,7 @@ what recent AdamW runs of this model use, with Muon's learning rates in the conv
 from __future__ import annotations
 
 from rowdit.models import preset
+from rowdit.models.parallel import ParallelConfig
 from rowdit.train.config import (
     ConfigError,
     DataConfig,
@@ -44,6 +45,7 @@ def recipe(size: str = "B/2") -> RunConfig:
         optimizer=OptimizerConfig(name="periodic", lr=3e-4, adamw_lr=2e-4, weight_decay=0.01, period=3, row_scale=0.25),
         train=TrainConfig(
             batch_size=1024,
+            micro_batch_size=32,
             steps=400_000,
             ema_decay=0.9999,
             time_sampling="logit_normal",
@@ -52,4 +54,5 @@ def recipe(size: str = "B/2") -> RunConfig:
             checkpoint_every=5000,
         ),
         evaluate=EvaluateConfig(num_evaluations=40, num_samples=10_000, num_steps=25),
+        parallel=ParallelConfig(param_dtype="bfloat16", compile=True),
     )

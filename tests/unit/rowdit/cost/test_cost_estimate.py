@@ -8,6 +8,7 @@ from torch import nn
 
 from rowdit.cost import RankMesh, estimate
 from rowdit.cost.activations import activations
+from rowdit.cost.estimate import Batch
 from rowdit.cost.fake import LiveBytes
 from rowdit.cost.optimizer import refresh_share
 from rowdit.cost.text import describe
@@ -81,11 +82,11 @@ def test_a_preset_on_thousands_of_ranks(name: str, count: int) -> None:
 
 def test_batches() -> None:
     config = dataclasses.replace(run(), train=TrainConfig(batch_size=104, micro_batch_size=6))
-    batch = estimate(config, RankMesh(8, 2)).batch
+    batch = Batch.of(config, RankMesh(8, 2))
     assert (batch.images_per_rank, batch.micro_batch_size, batch.num_micro_batches) == (13, 6, 3)
     assert batch.problem(8) == ""
     for world_size, near in ((128, 128), (10, 100)):
-        batch = estimate(config, RankMesh(world_size)).batch
+        batch = Batch.of(config, RankMesh(world_size))
         assert batch.images_per_rank == -(-104 // world_size)
         assert f"batch_size = 104 can't be shared evenly by {world_size} ranks" in batch.problem(world_size)
         assert f"--train.batch-size {near}," in batch.problem(world_size)

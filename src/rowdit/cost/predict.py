@@ -1,0 +1,272 @@
+"""Seconds of a training step on a cluster: forward, backward, FSDP's traffic, optimizer; of each kind of step.
+
+Nothing here is measured on such a cluster. It is arithmetic on the plan that the runtime executes and on the figures of
+`rowdit.cost.hardware`, and :func:`sensitivities` says how much hangs on each of those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rowdit.cost.collectives import Members, all_to_all_seconds, ring_seconds
+from rowdit.cost.estimate import Estimate
+from rowdit.cost.hardware import Cluster, Link
+from rowdit.cost.mesh import RankMesh
+from rowdit.cost.traffic import largest_messages, owned_counts
+from rowdit.models.parallel import DTYPES
+from rowmuon.buckets import Bucket, travels
+from rowmuon.plan import StepPlan
+
+_MOMENTUM_BYTES = 3 * 4  # read gradient and momentum, write momentum
+_ROW_BYTES = 5 * 4  # and read and write the weights: memory is passed over once
+_ADAMW_BYTES = 7 * 4  # read gradient, two moments, weights; write all but the gradient
+_EMA_BYTES = 3 * 4
+
+
+@dataclass(frozen=True)
+class OptimizerTime:
+    """Seconds of one kind of optimizer step.
+
+    memory: momentum, row steps, packing, applying, and AdamW's parameters.
+    products: Newton-Schulz, on the busiest rank of each bucket.
+    exposed: waiting for messages that nothing hides.
+    traffic: of all messages, hidden or not.
+    """
+
+    memory: float
+    products: float
+    exposed: float
+    traffic: float
+
+    @property
+    def total(self) -> float:
+        return self.memory + self.products + self.exposed
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the busiest rank.
+
+    compute: forward and backward of all micro-batches.
+    fsdp_exposed, fsdp_traffic: weights gathered and gradients reduced: what isn't hidden, and all of it.
+    averages: of the weights.
+    refresh, row: the optimizer, in either kind of step.
+    refresh_share: refreshes among all steps.
+    """
+
+    compute: float
+    fsdp_exposed: float
+    fsdp_traffic: float
+    averages: float
+    refresh: OptimizerTime
+    row: OptimizerTime
+    refresh_share: float
+
+    @property
+    def optimizer(self) -> float:
+        """Mean over a period."""
+        return self.refresh_share * self.refresh.total + (1 - self.refresh_share) * self.row.total
+
+    @property
+    def rest(self) -> float:
+        """All but the optimizer."""
+        return self.compute + self.fsdp_exposed + self.averages
+
+    @property
+    def total(self) -> float:
+        """Mean over a period."""
+        return self.rest + self.optimizer
+
+
+def predict(found: Estimate, cluster: Cluster) -> StepTime:
+    """The time of a step of the run that was estimated."""
+    compute, exposed, traffic = _passes(found, cluster)
+    cost, mesh = found.optimizer, found.mesh
+    local = {name: 0 for name in ("muon", "adamw", "frozen")}
+    for parameter in cost.parameters:
+        local[parameter.algorithm] += mesh.numel(parameter.shape)
+    train = found.config.train
+    num_averages = 1 + len(train.ema_decays) + len(train.ema_stds)
+    averages = num_averages * _EMA_BYTES * (local["muon"] + local["adamw"]) / cluster.memory_speed
+    adamw = _ADAMW_BYTES * local["adamw"] / cluster.memory_speed
+    row = OptimizerTime(adamw + _ROW_BYTES * local["muon"] / cluster.memory_speed, 0.0, 0.0, 0.0)
+    refresh = _refresh(cost.refresh_plan, mesh, cluster, adamw) if cost.refresh_plan else row
+    return StepTime(compute, exposed, traffic, averages, refresh, row, cost.refresh_share)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forward and backward
+
+
+def _passes(found: Estimate, cluster: Cluster) -> tuple[float, float, float]:
+    """Compute, exposed and all seconds of messages of a step's forward and backward passes."""
+    config, batch, parallel = found.config, found.batch, found.config.parallel
+    in_float32 = parallel.param_dtype == "float32"
+    speed = (cluster.float32_flops if in_float32 else cluster.peak_flops) * cluster.matmul * cluster.model
+    again = 4 / 3 if parallel.activation_checkpointing else 1.0  # the forward pass is computed twice
+    compute = again * found.model_flops_per_rank / speed
+    mesh = found.mesh
+    if mesh.world_size == 1:
+        return compute, 0.0, 0.0
+    depth, num_micro = config.model.depth, batch.num_micro_batches
+    passes = 4 if parallel.activation_checkpointing else 3
+    forward = compute / num_micro / depth / passes  # of one block; the ends are small
+    shards, replicas = _groups(mesh, cluster)
+    numel = mesh.num_shards * sum(
+        mesh.numel(p.shape) for p in found.optimizer.parameters if p.name.startswith("blocks.0.")
+    )
+    share = (mesh.num_shards - 1) / mesh.num_shards
+    gather = ring_seconds(share * numel * DTYPES[parallel.param_dtype].itemsize, shards, cluster)
+    reduce_bytes = numel * DTYPES[parallel.reduce_dtype].itemsize
+    scatter = ring_seconds(share * reduce_bytes, shards, cluster)
+    sum_up = 0.0
+    if mesh.num_replicas > 1:
+        part = (mesh.num_replicas - 1) / mesh.num_replicas * reduce_bytes / mesh.num_shards
+        sum_up = 2 * ring_seconds(part, replicas, cluster)
+    exposed = traffic = 0.0
+    for micro in range(num_micro):
+        last = micro == num_micro - 1
+        reduces = last or not parallel.accumulate_unsharded
+        regather = gather if parallel.reshard_after_forward else 0.0
+        back = (scatter if reduces else 0.0) + (sum_up if last else 0.0)
+        # The first block's weights and the last block's gradients wait for nobody; the others' go beside computing.
+        exposed += gather + (depth - 1) * max(0.0, gather - forward)
+        exposed += regather + (depth - 1) * max(0.0, regather + back - (passes - 1) * forward) + back
+        traffic += depth * (gather + regather + back)
+    return compute, exposed, traffic
+
+
+def _groups(mesh: RankMesh, cluster: Cluster) -> tuple[Members, Members]:
+    """A shard group and a replica group; consecutive ranks hold consecutive shards."""
+    size = cluster.ranks_per_node
+    shards = Members.of(range(mesh.num_shards), size)
+    return shards, Members.of(range(0, mesh.world_size, mesh.num_shards), size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a refresh
+
+
+def _refresh(plan: StepPlan, mesh: RankMesh, cluster: Cluster, fill: float) -> OptimizerTime:
+    """Runs the pipeline of `rowmuon.runtime` in seconds: the next bucket is on its way while one is orthogonalised, and
+    the one before comes home. Messages go one after another, in the order in which they are started.
+
+    Args:
+        fill: of work that waits for nobody (AdamW's parameters).
+    """
+    shards, replicas = _groups(mesh, cluster)
+    speed = cluster.matmul_speed * cluster.newton_schulz
+    stages = [_Stage.of(bucket, mesh, cluster, shards, replicas, speed) for bucket in plan.buckets]
+    now = network = waited = 0.0
+    arrives = [0.0] * len(stages)
+    home = [0.0] * len(stages)
+
+    def send_out(i: int) -> None:
+        nonlocal now, network
+        now += stages[i].pack
+        network = max(network, now) + stages[i].there
+        arrives[i] = network
+
+    def wait_for(time: float) -> None:
+        nonlocal now, waited
+        waited += max(0.0, time - now)
+        now = max(now, time)
+
+    if stages and stages[0].travels:
+        send_out(0)
+    now += fill
+    for i, stage in enumerate(stages):
+        if not stage.travels:
+            now += stage.pack
+        if i + 1 < len(stages) and stages[i + 1].travels:
+            send_out(i + 1)
+        wait_for(arrives[i])
+        now += stage.products
+        if stage.back:
+            network = max(network, now) + stage.back
+            home[i] = network
+        if i:
+            wait_for(home[i - 1])
+            now += stages[i - 1].apply
+    if stages:
+        wait_for(home[-1])
+    memory = fill + sum(stage.pack + stage.apply for stage in stages)
+    products = sum(stage.products for stage in stages)
+    traffic = sum(stage.there + stage.back for stage in stages)
+    return OptimizerTime(memory, products, waited, traffic)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of a bucket: packing its momentum, its way there, its products, its way back, applying it."""
+
+    travels: bool
+    pack: float
+    there: float
+    products: float
+    back: float
+    apply: float
+
+    @staticmethod
+    def of(
+        bucket: Bucket, mesh: RankMesh, cluster: Cluster, shards: Members, replicas: Members, speed: float
+    ) -> _Stage:
+        held = len(bucket.matrices) * bucket.matrix_numel / mesh.num_shards
+        size = bucket.comm_dtype.itemsize
+        pack = held * (_MOMENTUM_BYTES + size) / cluster.memory_speed
+        apply = held * (2 * 4 + size) / cluster.memory_speed
+        owned = max(owned_counts(bucket)) if mesh.world_size > 1 else len(bucket.matrices)
+        products = owned * bucket.num_flops / speed
+        message, shared = largest_messages(bucket)
+        there = back = 0.0
+        if bucket.kind == "gather":
+            there = ring_seconds(message, shards, cluster)
+        elif bucket.kind == "exchange":
+            there = back = all_to_all_seconds(message, shards, cluster) if message else 0.0
+            back += ring_seconds(shared, replicas, cluster) if shared else 0.0
+        return _Stage(travels(bucket), pack, there, products, back, apply)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what hangs on what
+
+
+def sensitivities(found: Estimate, cluster: Cluster, factor: float = 0.8) -> dict[str, float]:
+    """How much longer a step takes, as a share, if a figure is ``factor`` of the assumed one; the largest first."""
+    usual = predict(found, cluster).total
+    changed = {name: predict(found, change(cluster, factor)).total / usual - 1 for name, change in _ASSUMPTIONS.items()}
+    return dict(sorted(changed.items(), key=lambda item: -item[1]))
+
+
+def _scaled(name: str) -> Callable[[Cluster, float], Cluster]:
+    return lambda cluster, factor: dataclasses.replace(cluster, **{name: getattr(cluster, name) * factor})
+
+
+def _link(name: str) -> Callable[[Cluster, float], Cluster]:
+    def change(cluster: Cluster, factor: float) -> Cluster:
+        link: Link = getattr(cluster, name)
+        changed: dict[str, Any] = {name: dataclasses.replace(link, achieved=link.achieved * factor)}
+        return dataclasses.replace(cluster, **changed)
+
+    return change
+
+
+def _slower_start(cluster: Cluster, factor: float) -> Cluster:
+    def slower(link: Link) -> Link:
+        return dataclasses.replace(link, base_seconds=link.base_seconds / factor, hop_seconds=link.hop_seconds / factor)
+
+    return dataclasses.replace(cluster, inside=slower(cluster.inside), between=slower(cluster.between))
+
+
+_ASSUMPTIONS: dict[str, Callable[[Cluster, float], Cluster]] = {
+    "model's share of the matmul rate": _scaled("model"),
+    "Newton-Schulz's share of the matmul rate": _scaled("newton_schulz"),
+    "matmul rate": _scaled("matmul"),
+    "memory rate": _scaled("memory"),
+    "rate of the links inside a machine": _link("inside"),
+    "rate of the links between machines": _link("between"),
+    "latencies": _slower_start,
+}
