@@ -248,6 +248,27 @@ def test_all_ranks_skip_what_one_cannot_take(world_size: int, ranks: Ranks) -> N
         assert untouched and num_skipped == 3 and "not finite in 2 steps in a row" in reason
 
 
+def bounded_here(config: RunConfig) -> tuple[str, float, float]:
+    """(kind of the first step, gradient norm of the batch, of this rank's shards alone)"""
+    world = world_here(config)
+    state = build_state(config, exact, world=world)
+    batch = batch_at(toy_dataset(), seed=0, images_seen=0, batch_size=8, rank=world.rank, world_size=world.size)
+    draws = draw(batch, config.train, config.model.num_classes).to(world.device)
+    backward(state.model, draws, None, config.parallel)
+    own = torch.stack([_local(p.grad).norm() for p in state.model.parameters() if p.grad is not None]).norm()
+    result = train_step(state, batch, config, world)
+    return result.kind, result.grad_norm, float(own)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_the_norm_that_decides_is_the_whole_gradient_s(world_size: int, ranks: Ranks) -> None:
+    """T13: each rank's shards alone are below the bound, the whole isn't: all skip."""
+    pool = ranks(world_size)
+    (_, norm, _), *_ = pool.run(bounded_here, toy_config("adamw"))
+    for kind, _, own in pool.run(bounded_here, toy_config("adamw", skip_grad_norm=0.999 * norm)):
+        assert own < 0.999 * norm and kind == "skipped"
+
+
 def gradient_here(config: RunConfig, num_images: int) -> tuple[float, float, list[float]]:
     """(mean loss, gradient norm, times) of this rank's share of the first batch."""
     world = world_here(config)

@@ -83,7 +83,7 @@ def solve_coefficients(stored: Sequence[Profile], wanted: Profile) -> np.ndarray
         wanted: not later than the last one stored.
 
     Returns:
-        (len(stored),) float64; negative ones occur. They sum to about 1.
+        (len(stored),) float64; negative ones occur. Their sum is the nearer to 1 the denser the snapshots are.
 
     Raises:
         ValueError: nothing stored, or a profile that reaches beyond what was stored.

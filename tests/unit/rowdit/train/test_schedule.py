@@ -34,3 +34,10 @@ def test_each_group_keeps_its_own_base_rate() -> None:
     for factor in (0.5, 0.25):  # the second must not multiply the first's result
         apply_lr_factor_(optimizer, factor)
         assert [group["lr"] for group in optimizer.param_groups] == [0.1 * factor, 0.02 * factor]
+
+
+def test_inverse_square_root() -> None:
+    """Constant up to `reference_steps`, then halved each time the steps are four times as many."""
+    config = TrainConfig(steps=10_000, schedule="inverse_sqrt", warmup_steps=10, reference_steps=100)
+    factors = [lr_factor(step, config) for step in (0, 9, 10, 100, 400, 1600)]
+    assert factors == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.5, 0.25])

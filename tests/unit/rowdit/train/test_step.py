@@ -221,3 +221,17 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
         results.append(train_step(state, _batch(), config).loss)
         assert torch.equal(torch.get_rng_state(), before)
     assert results[0] == results[1]
+
+
+def test_a_gradient_that_explodes_is_skipped_too() -> None:
+    """T13: `skip_grad_norm` is a bound on the norm before clipping; at the bound the step is taken."""
+    config = toy_config("periodic", grad_clip=0.1)
+    norm = train_step(build_state(config), _batch(), config).grad_norm
+    for limit, kind in ((norm, "refresh"), (0.99 * norm, "skipped")):
+        bounded = toy_config("periodic", grad_clip=0.1, skip_grad_norm=limit)
+        state = build_state(bounded)
+        good = _snapshot(state)
+        assert train_step(state, _batch(), bounded).kind == kind
+        if kind == "skipped":
+            _assert_same(_snapshot(state), good)
+            assert (state.num_skipped, state.num_updates, state.step) == (1, 0, 1)

@@ -54,3 +54,20 @@ def test_a_file_is_old_or_new_never_half(tmp_path: Path) -> None:
         write_bytes(path, "not bytes")  # type: ignore[arg-type]
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
     assert json.loads(path.read_text()) == {"value": 1}
+
+
+def test_the_csv_holds_the_same_rows(tmp_path: Path) -> None:
+    """Also after a resume, which drops rows; nested values stay in the JSON Lines alone."""
+    import csv
+
+    with JsonlLog(tmp_path / "log.jsonl", 0) as log:
+        for step in range(1, 5):
+            log.append({"step": step, "kind": 'a "row", or so', "by_t": {"0": 1.0}, "loss": 0.5 / step})
+    with JsonlLog(tmp_path / "log.jsonl", 2) as log:
+        log.append({"step": 3, "kind": "row", "by_t": {"0": 1.0}, "loss": math.nan, "new": 1})
+    with open(tmp_path / "log.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert [row["kind"] for row in rows] == ['a "row", or so', 'a "row", or so', "row"]
+    assert [float(row["loss"]) for row in rows][:2] == [0.5, 0.25] and math.isnan(float(rows[2]["loss"]))
+    assert set(rows[0]) == {"step", "kind", "loss"}
