@@ -38,6 +38,7 @@ class EncodeCommand:
         dtype: of the latents.
         shard_images: images in a file.
         batch_size: images encoded at once.
+        num_workers: processes of each rank that decode ahead of the encoder.
         processes: on this machine, each with its share of the shards and of the cores.
         device: cuda or cpu; by default cuda where there is one, the one of LOCAL_RANK.
         verify: encode nothing; read all shards in OUT and compare their hashes.
@@ -57,6 +58,7 @@ class EncodeCommand:
     dtype: Literal["float16", "float32"] = "float16"
     shard_images: int = 4096
     batch_size: int = 64
+    num_workers: int = 0
     processes: int = 1
     device: str | None = None
     verify: bool = False
@@ -73,6 +75,8 @@ def run(arguments: list[str]) -> int:
     for name in ("processes", "shard_images", "batch_size"):
         if getattr(command, name) < 1:
             return fail(f"{name} {getattr(command, name)} must be >= 1")
+    if command.num_workers < 0:
+        return fail(f"num_workers {command.num_workers} must be >= 0")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if command.processes == 1:
         _encode_all(command, rank, world_size, show=rank == 0)
@@ -84,7 +88,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _options(command: EncodeCommand) -> dict[str, Any]:
-    names = ("flips", "dtype", "shard_images", "batch_size")
+    names = ("flips", "dtype", "shard_images", "batch_size", "num_workers")
     return {name: getattr(command, name) for name in names} | {"skip_bad": command.bad_images == "skip"}
 
 

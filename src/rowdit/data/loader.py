@@ -8,8 +8,8 @@ ranks. All ranks get equal shares of every batch, so none runs out before the ot
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +18,6 @@ from torch.utils.data import Dataset as TorchDataset
 
 from rowdit.data.batch import Batch, DataError, Dataset
 from rowdit.data.index import batch_at, check_share
-
-_Item = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, str], int]  # a batch, bad files, how many replaced
-
-
-@dataclass(frozen=True)
-class StreamSpec:
-    """Which part of the stream a rank reads; the arguments of :func:`rowdit.data.batch_at`."""
-
-    seed: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    flip: bool = False
 
 
 class Loader(Iterator[Batch]):
@@ -74,43 +61,97 @@ class Loader(Iterator[Batch]):
             raise ValueError(
                 f"num_workers {num_workers} and images_seen {images_seen} must be >= 0, and prefetch {prefetch} >= 1"
             )
-        spec = StreamSpec(seed, batch_size, rank, world_size, flip)
         check_share(batch_size, images_seen, rank, world_size)
         self.images_seen = images_seen  # of the next batch
-        self._dataset, self._batch_size = dataset, batch_size
-        self._torch_loader: DataLoader[Any] = DataLoader(
-            _Batches(dataset, spec),
-            sampler=_Starts(images_seen, batch_size),
-            batch_size=None,  # a batch is one item
+        self._batch_size = batch_size
+        spec: dict[str, Any] = {
+            "seed": seed,
+            "batch_size": batch_size,
+            "rank": rank,
+            "world_size": world_size,
+            "flip": flip,
+        }
+        self._batches = read_ahead(
+            dataset,
+            _Starts(images_seen, batch_size),
+            partial(_tensors_at, **spec),
             num_workers=num_workers,
-            prefetch_factor=prefetch if num_workers else None,
+            prefetch=prefetch,
             pin_memory=pin_memory,
-            collate_fn=_unchanged,
-            generator=torch.Generator(),  # the loader draws a seed for its workers; not from the global generator
         )
-        self._items: Iterator[Any] | None = None
 
     def __next__(self) -> Batch:
-        if self._items is None:
-            self._items = iter(self._torch_loader)
-        item: _Item | Exception = next(self._items)
-        if isinstance(item, Exception):
-            raise item
-        images, labels, positions, bad_files, num_replaced = item
-        if self._torch_loader.num_workers:
-            _note_bad_images(self._dataset, bad_files, num_replaced)
+        images, labels, positions = next(self._batches)
         self.images_seen += self._batch_size
         return Batch(images, labels, positions)
 
     def close(self) -> None:
         """End the workers. The loader can't be used afterwards."""
-        self._items = iter(())  # dropping torch's iterator ends its workers
+        self._batches.close()
 
     def __enter__(self) -> Loader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_ahead(
+    dataset: Dataset,
+    items: Iterable[Any],
+    read: Callable[[Dataset, Any], Any],
+    *,
+    num_workers: int,
+    prefetch: int = 2,
+    pin_memory: bool = False,
+) -> Generator[Any, None, None]:
+    """``read(dataset, item)`` for each item in order, by worker processes.
+
+    Bad images that a worker meets are counted in this process's ``dataset``, and a DataError or OSError that a worker
+    raises is raised here as it is. Closing the generator ends the workers.
+
+    Args:
+        dataset, read: are sent to the workers, so they must pickle.
+        items: may be endless.
+        num_workers: >= 0; 0 reads in this process, when a value is asked for.
+        prefetch: >= 1, items that each worker is ahead.
+        pin_memory: put tensors into page-locked memory.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _Reading(dataset, read),
+        sampler=items,
+        batch_size=None,  # an item is an item
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        pin_memory=pin_memory,
+        collate_fn=_unchanged,
+        generator=torch.Generator(),  # torch draws a seed for its workers; not from the global generator
+    )
+    for result in loader:
+        if isinstance(result, Exception):
+            raise result
+        value, bad_files, num_replaced = result
+        if num_workers and bad_files:
+            dataset.bad_files.update(bad_files)  # type: ignore[attr-defined]
+        if num_workers and num_replaced:
+            dataset.num_replaced += num_replaced  # type: ignore[attr-defined]
+        yield value
+
+
+class _Reading(TorchDataset[Any]):
+    """Item -> what was read, which bad files were met for the first time, and how many images were replaced."""
+
+    def __init__(self, dataset: Dataset, read: Callable[[Dataset, Any], Any]) -> None:
+        self._dataset, self._read = dataset, read
+
+    def __getitem__(self, item: Any) -> tuple[Any, dict[str, str], int] | Exception:
+        known, replaced = set(_bad_files(self._dataset)), _num_replaced(self._dataset)
+        try:
+            value = self._read(self._dataset, item)
+        except (DataError, OSError) as error:
+            return error  # torch would wrap what a worker raises into an error of another type
+        new = {name: reason for name, reason in _bad_files(self._dataset).items() if name not in known}
+        return value, new, _num_replaced(self._dataset) - replaced
 
 
 class _Starts(Sampler[int]):
@@ -123,20 +164,9 @@ class _Starts(Sampler[int]):
         return itertools.count(self._images_seen, self._batch_size)
 
 
-class _Batches(TorchDataset[Any]):
-    """Batch by images seen, with what was found of bad images on the way; runs in the workers."""
-
-    def __init__(self, dataset: Dataset, spec: StreamSpec) -> None:
-        self._dataset, self._spec = dataset, spec
-
-    def __getitem__(self, images_seen: int) -> _Item | Exception:
-        known, replaced = set(_bad_files(self._dataset)), _num_replaced(self._dataset)
-        try:
-            batch = batch_at(self._dataset, **vars(self._spec), images_seen=images_seen)
-        except (DataError, OSError) as error:
-            return error  # torch would wrap what a worker raises into an error of another type
-        new = {name: reason for name, reason in _bad_files(self._dataset).items() if name not in known}
-        return batch.images, batch.labels, batch.positions, new, _num_replaced(self._dataset) - replaced
+def _tensors_at(dataset: Dataset, images_seen: int, **spec: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch = batch_at(dataset, images_seen=images_seen, **spec)
+    return batch.images, batch.labels, batch.positions  # a tuple, for torch pins tensors in those
 
 
 def _unchanged(item: Any) -> Any:
@@ -149,11 +179,3 @@ def _bad_files(dataset: Dataset) -> dict[str, str]:
 
 def _num_replaced(dataset: Dataset) -> int:
     return getattr(dataset, "num_replaced", 0)
-
-
-def _note_bad_images(dataset: Dataset, bad_files: dict[str, str], num_replaced: int) -> None:
-    """Count in this process what a worker met."""
-    if bad_files:
-        dataset.bad_files.update(bad_files)  # type: ignore[attr-defined]
-    if num_replaced:
-        dataset.num_replaced += num_replaced  # type: ignore[attr-defined]

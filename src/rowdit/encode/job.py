@@ -9,12 +9,13 @@ end at once write the same manifest.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,12 @@ from torch import Tensor
 from rowdit.data.batch import DataError, Dataset, DrawnDataset, check_image_size, resize_of
 from rowdit.data.decode import BadImageError
 from rowdit.data.latents import FORMAT, MANIFEST, Latents
+from rowdit.data.loader import read_ahead
 from rowdit.encode.encoders import Encoder
 
 JOB = "job.json"
 OnProgress = Callable[[int, int], None]
+Piece = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, and their numbers in the source
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class EncodeOptions:
         shard_images: images a shard. >= 1.
         batch_size: images encoded at once. >= 1.
         skip_bad: leave bad images out, and list them in the manifest; otherwise the first one ends the job.
+        num_workers: >= 0, processes that decode ahead of the encoder; 0 decodes in this one.
     """
 
     flips: bool = True
@@ -49,8 +53,11 @@ class EncodeOptions:
     shard_images: int = 4096
     batch_size: int = 64
     skip_bad: bool = False
+    num_workers: int = 0
 
     def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers {self.num_workers} must be >= 0")
         if self.shard_images < 1 or self.batch_size < 1:
             raise ValueError(f"shard_images {self.shard_images} and batch_size {self.batch_size} must be >= 1")
         if self.dtype not in ("float16", "float32"):
@@ -90,15 +97,27 @@ def encode_split(
     job = describe_job(dataset, encoder, options)
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder, job)
-    ranges = shard_ranges(len(dataset), options.shard_images)
+    ranges = cut(range(len(dataset)), options.shard_images)
     mine = range(rank, len(ranges), world_size)
-    total, done = sum(len(ranges[number]) for number in mine), 0
-    for number in mine:
-        if shard_facts(folder, number) is None:
-            make_shard(dataset, encoder, folder, number, ranges[number], options)
-        done += len(ranges[number])
-        if on_progress:
-            on_progress(done, total)
+    missing = [number for number in mine if shard_facts(folder, number) is None]
+    total = sum(len(ranges[number]) for number in mine)
+    done = total - sum(len(ranges[number]) for number in missing)
+    if on_progress:
+        on_progress(done, total)
+    batches = [batch for number in missing for batch in cut(ranges[number], options.batch_size)]
+    read = partial(read_piece, skip_bad=options.skip_bad)
+    with contextlib.closing(read_ahead(dataset, batches, read, num_workers=options.num_workers)) as pieces:
+        for number in missing:
+            before = set(_bad_files(dataset)), getattr(dataset, "num_replaced", 0)
+            tensors: list[dict[str, Tensor]] = []
+            for batch in cut(ranges[number], options.batch_size):
+                tensors.append(encode_piece(encoder, next(pieces), options))
+                done += len(batch)
+                if on_progress:
+                    on_progress(done, total)
+            found = {name: why for name, why in sorted(_bad_files(dataset).items()) if name not in before[0]}
+            num_replaced = getattr(dataset, "num_replaced", 0) - before[1]
+            write_shard(folder, number, tensors, len(dataset.class_names), found, num_replaced)
     return write_manifest(folder, job, len(ranges))
 
 
@@ -140,7 +159,7 @@ def claim(folder: Path, job: dict[str, Any]) -> None:
     if not path.exists():
         part = _part(path)
         part.write_text(text + "\n", encoding="utf-8")
-        with suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError):
             os.link(part, path)  # unlike a rename, fails where another rank was quicker
         part.unlink()
     try:
@@ -162,9 +181,14 @@ def _same(value: Any) -> Any:
     return {key: item for key, item in value.items() if key != "spec"} if isinstance(value, dict) else value
 
 
-def shard_ranges(num_images: int, shard_images: int) -> list[range]:
-    """The source's indices of each shard."""
-    return [range(start, min(start + shard_images, num_images)) for start in range(0, num_images, shard_images)]
+def cut(indices: range, size: int) -> list[range]:
+    """``indices`` cut into ranges of ``size``, the last one shorter.
+
+    Example:
+        >>> cut(range(5, 12), 3)
+        [range(5, 8), range(8, 11), range(11, 12)]
+    """
+    return [range(start, min(start + size, indices.stop)) for start in range(indices.start, indices.stop, size)]
 
 
 def shard_facts(folder: Path, number: int) -> dict[str, Any] | None:
@@ -178,13 +202,51 @@ def shard_facts(folder: Path, number: int) -> dict[str, Any] | None:
     return facts if whole else None
 
 
-def make_shard(
-    dataset: Dataset, encoder: Encoder, folder: Path, number: int, indices: range, options: EncodeOptions
+def read_piece(dataset: Dataset, indices: range, *, skip_bad: bool) -> Piece:
+    """Images, labels and indices of a few images of the source; with ``skip_bad`` without the bad ones.
+
+    Raises:
+        BadImageError: without ``skip_bad``.
+    """
+    wanted = np.array(indices, dtype=np.int64)
+    try:
+        return *dataset.fetch(wanted), wanted
+    except BadImageError:
+        if not skip_bad:
+            raise
+    none = np.empty((0, *dataset.image_shape), np.uint8), np.empty(0, np.int64), np.empty(0, np.int64)
+    good = [none]
+    for index in wanted:
+        with contextlib.suppress(BadImageError):  # the dataset notes it
+            good.append((*dataset.fetch(np.array([index])), np.array([index])))
+    images, labels, kept = (np.concatenate(parts) for parts in zip(*good, strict=True))
+    return images, labels, kept
+
+
+def encode_piece(encoder: Encoder, piece: Piece, options: EncodeOptions) -> dict[str, Tensor]:
+    """The tensors of a few images, as :mod:`rowdit.data.latents` lists them."""
+    images, labels, indices = piece
+    tensors = {"labels": torch.from_numpy(labels), "indices": torch.from_numpy(indices)}
+    if not encoder.has_deviations:
+        return tensors | {"pixels": torch.from_numpy(images)}
+    dtype = torch.float16 if options.dtype == "float16" else torch.float32
+    for suffix, pixels in (("", images), ("_flipped", images[..., ::-1].copy()))[: 1 + options.flips]:
+        means, deviations = encoder.encode(torch.from_numpy(pixels))
+        _check_finite(means, deviations, indices, dtype)
+        tensors |= {f"means{suffix}": means.to(dtype), f"deviations{suffix}": deviations.to(dtype)}
+    return tensors
+
+
+def write_shard(
+    folder: Path,
+    number: int,
+    pieces: list[dict[str, Tensor]],
+    num_classes: int,
+    bad_files: dict[str, str],
+    num_replaced: int,
 ) -> None:
-    """Encode some images into one file, and describe it beside."""
-    known, replaced = set(getattr(dataset, "bad_files", {})), getattr(dataset, "num_replaced", 0)
-    tensors = encode_images(dataset, encoder, indices, options)
-    found = getattr(dataset, "bad_files", {})
+    """Write the pieces as one file, which is there whole or not at all, and then describe it beside."""
+    tensors = {name: torch.cat([piece[name] for piece in pieces]).contiguous() for name in pieces[0]}
     name = f"shard-{number:05d}"
     path = folder / f"{name}.safetensors"
     for left in folder.glob(f"{name}.*.part-*"):  # of a killed process: each shard has one maker
@@ -199,55 +261,16 @@ def make_shard(
         "num_images": len(tensors["labels"]),
         "num_bytes": part.stat().st_size,
         "sha256": digest,
-        "class_counts": np.bincount(tensors["labels"].numpy(), minlength=len(dataset.class_names)).tolist(),
-        "bad_files": {file: found[file] for file in sorted(set(found) - known)},
-        "num_replaced": getattr(dataset, "num_replaced", 0) - replaced,
+        "class_counts": np.bincount(tensors["labels"].numpy(), minlength=num_classes).tolist(),
+        "bad_files": bad_files,
+        "num_replaced": num_replaced,
     }
     os.replace(part, path)
     _write_json(folder / f"{name}.json", facts)
 
 
-def encode_images(dataset: Dataset, encoder: Encoder, indices: range, options: EncodeOptions) -> dict[str, Tensor]:
-    """The tensors of a shard, as :mod:`rowdit.data.latents` lists them."""
-    dtype = torch.float16 if options.dtype == "float16" else torch.float32
-    pieces: list[dict[str, Tensor]] = []
-    for images, labels, kept in _batches(dataset, indices, options):
-        piece = {"labels": torch.from_numpy(labels), "indices": torch.from_numpy(kept)}
-        if not encoder.has_deviations:
-            piece["pixels"] = torch.from_numpy(images)
-        else:
-            for suffix, pixels in (("", images), ("_flipped", images[..., ::-1].copy()))[: 1 + options.flips]:
-                means, deviations = encoder.encode(torch.from_numpy(pixels))
-                _check_finite(means, deviations, kept, dtype)
-                piece |= {f"means{suffix}": means.to(dtype), f"deviations{suffix}": deviations.to(dtype)}
-        pieces.append(piece)
-    return {name: torch.cat([piece[name] for piece in pieces]).contiguous() for name in pieces[0]}
-
-
-def _batches(
-    dataset: Dataset, indices: range, options: EncodeOptions
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Images, labels and their indices in the source, without bad ones; at least one batch, which may be empty."""
-    none = np.empty((0, *dataset.image_shape), np.uint8), np.empty(0, np.int64), np.empty(0, np.int64)
-    is_first = True
-    for start in range(indices.start, indices.stop, options.batch_size):
-        batch = np.arange(start, min(start + options.batch_size, indices.stop), dtype=np.int64)
-        try:
-            images, labels = dataset.fetch(batch)
-        except BadImageError:
-            if not options.skip_bad:
-                raise
-            good = [none, *_good_ones(dataset, batch)]
-            images, labels, batch = (np.concatenate(parts) for parts in zip(*good, strict=True))
-        if len(batch) or is_first:
-            yield images, labels, batch
-            is_first = False
-
-
-def _good_ones(dataset: Dataset, batch: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    for index in batch:
-        with suppress(BadImageError):  # the dataset notes it
-            yield *dataset.fetch(np.array([index])), np.array([index])
+def _bad_files(dataset: Dataset) -> dict[str, str]:
+    return getattr(dataset, "bad_files", {})  # sources without files have none
 
 
 def _check_finite(means: Tensor, deviations: Tensor, indices: np.ndarray, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import time
@@ -140,6 +141,15 @@ def test_any_number_of_ranks_writes_the_same_files(folder, tmp_path, world_size)
     assert contents(tmp_path / "out") == contents(folder)
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_decode_ahead_and_change_nothing(folder, tmp_path, num_workers):
+    shown = []
+    options = dataclasses.replace(SMALL, num_workers=num_workers)
+    assert encode_split(pixels(), Toy(), tmp_path / "out", options, on_progress=lambda *now: shown.append(now))
+    assert contents(tmp_path / "out") == contents(folder)
+    assert shown[0] == (0, 23) and shown[-1] == (23, 23) and len(shown) == 10  # the start, and each batch
+
+
 def test_a_restart_makes_only_what_is_missing(folder, monkeypatch):
     expected = contents(folder)
     (folder / "manifest.json").unlink()
@@ -149,7 +159,7 @@ def test_a_restart_makes_only_what_is_missing(folder, monkeypatch):
     with pytest.raises(DataError, match="isn't finished: run the same `rowdit encode` again"):
         Latents(folder)
     made = []
-    monkeypatch.setattr(job, "make_shard", lambda *a, make=job.make_shard: (made.append(a[3]), make(*a)))
+    monkeypatch.setattr(job, "write_shard", lambda *a, write=job.write_shard: (made.append(a[1]), write(*a)))
     assert encode_split(pixels(), Toy(), folder, SMALL)
     assert made == [1, 3]
     (folder / "shard-00004.safetensors.part-123").unlink()
@@ -278,8 +288,9 @@ def test_bad_images_end_the_job_or_are_left_out_and_listed(damaged, tmp_path):  
     with pytest.raises(BadImageError, match="cat/1.png"):
         encode_split(ImageFolder(damaged, 4, channels=1), Toy(), tmp_path / "a", SMALL)
     options = EncodeOptions(shard_images=3, batch_size=2, skip_bad=True)
-    for rank in (1, 0):
-        encode_split(ImageFolder(damaged, 4, channels=1), Toy(), tmp_path / "b", options, rank=rank, world_size=2)
+    for rank, num_workers in ((1, 0), (0, 1)):
+        some = dataclasses.replace(options, num_workers=num_workers)
+        encode_split(ImageFolder(damaged, 4, channels=1), Toy(), tmp_path / "b", some, rank=rank, world_size=2)
     latents = Latents(tmp_path / "b")
     assert len(latents) == 10 and latents.manifest["class_counts"] == [5, 5]
     assert sorted(latents.manifest["bad_files"]) == sorted(latents.bad_files) == ["cat/1.png", "dog/4.png"]
