@@ -32,6 +32,7 @@ def x():
 
 @pytest.mark.parametrize("scale", [0.5, 1.5, 4.0])
 def test_guidance_extrapolates_all_channels_by_one_forward(x, scale):
+    """T21: of four channels all four, not the first three."""
     model, t = Model(), torch.tensor(0.5)
     got = guided_velocity(model, Y, scale, NUM_CLASSES)(x, t)
     assert model.calls == [[3, 0, 9, 10, 10, 10]]
