@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ def _step_settings(
 def _whole_arguments(batch: Sequence[_Matrix], *, beta: float, **hyper: Any) -> tuple[list[tuple[Tensor, ...]], Tensor]:
     """What `_row_steps_` takes."""
     work = update._work_dtype(*batch[0][:3])
-    matrices = []
+    matrices: list[tuple[Tensor, ...]] = []
     for place, (weight, momentum, grad, _) in enumerate(batch):
         mix = _mix_column(place, weight.shape[0], 1 - beta, work, weight.device)
         matrices.append((weight.detach(), momentum.detach(), grad.detach(), mix))
@@ -225,9 +226,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"whole": _row_steps_, "sums": _row_
 
 @cache
 def _compiled(name: str, count: int, device_type: str) -> Callable[..., Any]:
-    """Made on first use, because torch.compile loads half of torch. One for each count: its graph is unrolled."""
+    """Made on first use, because torch.compile loads half of torch. One for each count: its graph is unrolled.
+
+    With code of its own: torch counts compilations by the code, and gives up after eight.
+    """
+    function = _FUNCTIONS[name]
+    function = FunctionType(function.__code__.replace(), function.__globals__, f"{function.__name__}of_{count}")
     options = _CPU_OPTIONS if device_type == "cpu" and name == "whole" else None
-    return torch.compile(_FUNCTIONS[name], dynamic=True, fullgraph=True, options=options)
+    return torch.compile(function, dynamic=True, fullgraph=True, options=options)
 
 
 @cache

@@ -1,5 +1,5 @@
 """Faults that users of other sharded optimizers hit: rows P1, P2 and P5 to P7 of the project's list (P3 is in
-test_checkpoints.py). P4, recompilation, waits for a compiled path."""
+test_checkpoints.py, P4, recompilation, in test_compiled.py)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,13 +76,23 @@ def test_numbers_are_those_of_the_eager_step(dtypes: tuple[torch.dtype, torch.dt
                 torch.testing.assert_close(found[2:4], decayed, rtol=torch.finfo(dtypes[0]).eps, atol=0)
 
 
-@needs_compiler
-def test_nothing_is_compiled_after_the_first_row_step() -> None:
-    # Twenty shapes, squares among them, over three periods; lr, momentum and decay change in every step.
+TWENTY_SHAPES = [*((2 + 3 * i, 2 + i * i) for i in range(18)), (17, 17), (600, 1024)]
+
+
+@pytest.fixture
+def no_recompilation() -> Iterator[None]:
+    """Nothing is compiled yet, and a recompilation is an error."""
     torch._dynamo.reset()
     compiled._build.cache_clear()
-    params = make_params([(2 + 3 * i, 2 + i * i) for i in range(18)] + [(17, 17), (600, 1024)])
-    opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True, ns_steps=1)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+@needs_compiler
+def test_P4_nothing_is_compiled_after_the_first_row_step(no_recompilation: None) -> None:
+    # Twenty shapes, squares among them; lr, momentum and decay change in every step, the period after two of it.
+    params = make_params(TWENTY_SHAPES)
+    opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=((0, 3), (6, 2)), compile=True, ns_steps=1)
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
     seen = []
     for step in range(9):
@@ -96,6 +107,24 @@ def test_nothing_is_compiled_after_the_first_row_step() -> None:
     assert seen[0] == first
     assert seen[1] - first == 1  # twenty matrices are five calls of four
     assert seen[1:] == [seen[1]] * 8
+    assert opt.traffic["refresh"].num_steps == 4  # 0, 3, 6, 8
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_P4_staggered_periods_are_compiled_once_for_each_number_of_matrices(no_recompilation: None) -> None:
+    # The number of row steps changes from step to step; calls take four matrices, so there are four kinds of call.
+    params = make_params(TWENTY_SHAPES)
+    opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=((0, 3), (9, 2)), stagger=True, compile=True, ns_steps=1)
+    first, seen = counters["stats"]["unique_graphs"], []
+    for step in range(15):
+        give_grads(params, step)
+        opt.step()
+        seen.append(counters["stats"]["unique_graphs"] - first)
+    assert opt.traffic["mixed"].num_steps == 13
+    assert 1 <= seen[-1] <= 4
+    assert seen[4:9] == [seen[4]] * 5  # one period has seen them all; another K may bring other numbers
+    assert seen[12:] == [seen[12]] * 3
 
 
 @needs_compiler
