@@ -107,7 +107,7 @@ def test_a_part_that_does_not_exist_is_named(tmp_path: Path) -> None:
         run_study(toy_study(), tmp_path, num_processes=0)
 
 
-def one_fails_one_sleeps(task: Task, out: Path) -> dict[str, Any] | None:
+def one_fails_one_sleeps(task: Task, out: Path, *_: Any) -> dict[str, Any] | None:
     """In a process of the pool: a run that raises at once, and one that would take a minute but for the stop."""
     if task.seed == 0:
         raise ValueError("out of luck")
@@ -129,7 +129,7 @@ def test_an_exception_in_one_run_surfaces_at_once(tmp_path: Path, monkeypatch: p
     assert tasks[0].name in caught.value.__notes__[0]
 
 
-def kill_yourself(task: Task, out: Path) -> dict[str, Any] | None:
+def kill_yourself(task: Task, out: Path, *_: Any) -> dict[str, Any] | None:
     import os
     import signal
 
@@ -142,3 +142,38 @@ def test_a_killed_process_is_told_as_such(tmp_path: Path, monkeypatch: pytest.Mo
     tasks = make_tasks(toy_comparison(), "muon", {}, (0,))
     with pytest.raises(ConfigError, match=f"a process died during {tasks[0].name}"):
         pool.run_tasks(lambda: tasks, tmp_path, num_processes=1, stop=StopRequest(), done=lambda task, row: None)
+
+
+@pytest.mark.slow
+def test_torchrun_runs_a_study_with_all_ranks(tmp_path: Path) -> None:
+    """Two ranks work on one run after another and leave the same records as one process; slow: two processes train."""
+    import subprocess
+    import sys
+
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]\n"
+        "import rowdit.study.compare as compare\n"
+        "from rowdit.models.parallel import ParallelConfig\n"
+        "from rowdit.study.cases import Case, Entry, Study\n"
+        "from rowdit.study.run import run_study\n"
+        "from rowdit.train.world import join_world\n"
+        "from toy_training import toy_comparison, toy_dataset\n"
+        "compare.open_dataset = lambda source, split, *_, **__: toy_dataset(40, seed=split == 'train')\n"
+        "toy = toy_comparison(steps=4, checkpoint_every=2)\n"
+        "study = Study((Case('S', 'toy', 'S', toy),), {'muon': Entry((1e-3, 2e-3, 4e-3, 8e-3, 1e-2))}, seeds=(0,))\n"
+        "if __name__ == '__main__':\n"  # the processes of the pool import this program too
+        "    with join_world(ParallelConfig()) as world:\n"
+        "        sys.exit(0 if run_study(study, Path(sys.argv[1]), num_processes=1, world=world) else 3)\n"
+    )
+    losses = []
+    for name, command in (("one", []), ("two", ["-m", "torch.distributed.run", "--nproc-per-node", "2"])):
+        out = tmp_path / name
+        subprocess.run([sys.executable, *command, str(program), str(out)], check=True, timeout=300)
+        rows = [json.loads(line) for line in (out / ROWS_NAME).read_text().splitlines()]
+        assert len(rows) == len({row["run"] for row in rows}) >= 6
+        losses.append([row["evaluations"][-1]["val_loss"] for row in rows])
+    # The order of sums differs between one rank and two.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -14,7 +14,7 @@ from rowdit.commands.parsing import fail, parse
 @dataclass(frozen=True)
 class StudyOptions:
     """Tunes each optimizer in each case, then trains what won on every seed, several runs side by side. Ctrl-C saves;
-    the same command goes on, also after a kill.
+    the same command goes on, also after a kill. Under torchrun all ranks work on one run after another.
 
     Args:
         recipe: name of the study.
@@ -67,12 +67,19 @@ def run(arguments: list[str]) -> int:
         set_threads(options.threads)
         print(measure_times(study, out, console))
         return 0
+    from rowdit.models.parallel import ParallelConfig
     from rowdit.study.page import write_page
     from rowdit.study.run import print_study, run_study
     from rowdit.study.staging import Part
+    from rowdit.train.world import join_world
 
     part = Part(split(options.cases), split(options.questions))
-    complete = options.show or run_study(study, out, num_processes=options.processes, part=part, console=console)
+    complete = True
+    if not options.show:
+        with join_world(ParallelConfig()) as world:
+            complete = run_study(study, out, num_processes=options.processes, part=part, world=world, console=console)
+            if not world.is_main:
+                return 0
     print_study(study, out, console)
     print(f"numbers  {out / 'headline.json'}, {out / 'study.csv'}\npage     {write_page(study, out)}")
     if not complete:

@@ -109,8 +109,14 @@ class Context:
     evaluator: Evaluator
 
 
-def prepare(comparison: Comparison, cache: Path, stop: StopRequest, say: Callable[[str], object]) -> Context:
-    """Opens the data and prepares the evaluation; what is slow is kept in `cache`.
+def prepare(
+    comparison: Comparison,
+    cache: Path,
+    stop: StopRequest,
+    say: Callable[[str], object],
+    device: torch.device | str = "cpu",
+) -> Context:
+    """Opens the data and prepares the evaluation, its feature network on `device`; what is slow is kept in `cache`.
 
     Raises:
         ConfigError: the data doesn't fit the model.
@@ -131,6 +137,7 @@ def prepare(comparison: Comparison, cache: Path, stop: StopRequest, say: Callabl
         ema_decay=comparison.train.ema_decay,
         cache=cache,
         check_stop=stop.check,
+        device=device,
     )
     evaluator.rehearse(DiT(comparison.model))
     return Context(training, evaluator)

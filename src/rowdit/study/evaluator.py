@@ -55,6 +55,7 @@ class Evaluator:
         ema_decay: goes into the fingerprint.
         cache: folder for what takes long to prepare (reference features, floor, classifier), keyed by what it is of.
         check_stop: called between batches; may raise to abandon the measurement.
+        device: where the feature network runs. Samples are made where the model is.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Evaluator:
         ema_decay: float,
         cache: Path,
         check_stop: Callable[[], None] = lambda: None,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.ema_decay, self.check_stop = config, ema_decay, check_stop
         self.num_classes = held_out.num_classes
         self.image_shape = held_out.image_shape
-        self.features = EfficientNetLite0Features()
+        self.features = EfficientNetLite0Features(device)
 
         def progress(done: int, total: int) -> None:
             check_stop()
@@ -187,9 +189,10 @@ class Evaluator:
 
     @torch.no_grad()
     def _validation_loss(self, model: nn.Module) -> float:
-        total = 0.0
+        total, device = 0.0, next(model.parameters()).device
+        inputs = (self.val_images, self.val_labels, self.val_noise, self.val_times)
         for piece in torch.arange(len(self.val_images)).split(SAMPLE_BATCH):
-            x, y, noise, t = (v[piece] for v in (self.val_images, self.val_labels, self.val_noise, self.val_times))
+            x, y, noise, t = (v[piece].to(device) for v in inputs)
             total += float(flow_loss(model, x, y, noise, t).double().sum())
             self.check_stop()
         return total / len(self.val_images)

@@ -26,6 +26,7 @@ from rowdit.study.task import Task
 from rowdit.train.config import ConfigError, to_dict
 from rowdit.train.loop import train
 from rowdit.train.stop import Interrupted, StopRequest
+from rowdit.train.world import World
 
 Row = dict[str, Any]
 Upcoming = Callable[[], Sequence[Task]]
@@ -78,6 +79,30 @@ def run_tasks(
     return not stop.requested
 
 
+def run_tasks_together(
+    upcoming: Upcoming, out: Path, *, world: World, stop: StopRequest, done: Callable[[Task, Row], None]
+) -> bool:
+    """The same with all ranks of a process group on one run after another, as torchrun starts them.
+
+    Args:
+        upcoming, done: called on the main rank alone.
+        out: seen by all ranks.
+        world: the ranks.
+        stop: on any rank.
+    """
+    while not world.any(stop.requested):
+        ahead = upcoming() if world.is_main else ()
+        task = world.share(ahead[0] if ahead else None)
+        if task is None:
+            return True
+        row = run_task(task, out, world, stop)
+        if row is None:
+            return False
+        if world.is_main:
+            done(task, row)
+    return False
+
+
 def _result(future: Future[Row | None], task: Task) -> Row | None:
     try:
         return future.result()
@@ -106,12 +131,16 @@ def _start_worker(stop_event: Event) -> None:
     torch.set_num_threads(1)
 
 
-def run_task(task: Task, out: Path) -> Row | None:
-    """Trains one run to its end and gives its row (see `rowdit.study.sweep`); None if it was asked to stop."""
+def run_task(task: Task, out: Path, world: World | None = None, stop: StopRequest | None = None) -> Row | None:
+    """Trains one run to its end and gives its row (see `rowdit.study.sweep`); None if it was asked to stop.
+
+    In a process of the pool the world is this process alone, and the parent's event stops it.
+    """
+    world = world or World()
     folder = out / "runs" / task.name
-    stop = StopRequest(also=_stop_event.is_set) if _stop_event else StopRequest()
+    stop = stop or StopRequest(also=_stop_event.is_set if _stop_event else lambda: False)
     try:
-        context = _context(task, out, stop)
+        context = _context(task, out, stop, world)
     except Interrupted:
         return None
     outcome = train(
@@ -121,10 +150,12 @@ def run_task(task: Task, out: Path) -> Row | None:
         evaluate=evaluate_into(context.evaluator, folder),
         build=build_optimizer,
         stop=stop,
+        world=world,
     )
     if outcome.status == "interrupted":
         return None
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if world.is_main:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     record = read_record(folder, task.label, task.seed)
     timing = summarize_optimizers([record], [task.label])[task.label]
     return {
@@ -142,12 +173,15 @@ def run_task(task: Task, out: Path) -> Row | None:
     }
 
 
-def _context(task: Task, out: Path, stop: StopRequest) -> Context:
+def _context(task: Task, out: Path, stop: StopRequest, world: World) -> Context:
     """Data and evaluator of the task's comparison; kept, for opening them can take as long as a short run."""
-    comparison = task.comparison
+    comparison, device = task.comparison, world.device
     key = repr((comparison.model, comparison.data, comparison.evaluate, comparison.train.ema_decay))
     if key not in _contexts:
-        context = prepare(comparison, out / "evaluation", stop, lambda text: None)
+        for turn in (True, False):  # the main rank first: what it prepares, the others read
+            if world.is_main == turn:
+                context = prepare(comparison, out / "evaluation", stop, lambda text: None, device)
+            world.barrier()
         _contexts.clear()
         _contexts[key] = context
     _contexts[key].evaluator.check_stop = stop.check

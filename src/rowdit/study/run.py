@@ -19,6 +19,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rowdit.study.evaluator import MEASURES
 from rowdit.study.headline import count_parameters, headline_runs, run_of_row
 from rowdit.study.headline_table import print_headline, score, setting
 from rowdit.study.lock import lock_folder
-from rowdit.study.pool import run_tasks
+from rowdit.study.pool import Upcoming, run_tasks, run_tasks_together
 from rowdit.study.staging import EVERYTHING, Part, Rows, next_tasks, seed_task, tuning
 from rowdit.study.statistics import mean_interval
 from rowdit.study.sweep import RunLog
@@ -39,25 +40,44 @@ from rowdit.study.task import Task
 from rowdit.train.config import ConfigError, nearest
 from rowdit.train.log import read_jsonl, write_bytes, write_json
 from rowdit.train.stop import Interrupted, StopRequest
+from rowdit.train.world import World
 
 ROWS_NAME = "study.jsonl"
 
 
 def run_study(
-    study: Study, out: Path, *, num_processes: int, part: Part = EVERYTHING, console: Console | None = None
+    study: Study,
+    out: Path,
+    *,
+    num_processes: int,
+    part: Part = EVERYTHING,
+    world: World | None = None,
+    console: Console | None = None,
 ) -> bool:
     """Runs what hasn't run yet, and writes the tables; False if it was interrupted.
+
+    Args:
+        study: what is wanted.
+        out: folder of the study.
+        num_processes: runs at a time, each in a process with one thread. With several ranks, one run at a time.
+        part: what of the study to run now.
+        world: the ranks, as torchrun starts them; all of them call this alike. None is this process alone.
+        console: where the main rank reports.
 
     Raises:
         ConfigError: the folder is in use, a run in it has another config, a process died, or `part` names what the
             study hasn't.
         Exception: what a run raised, at once; the others are saved.
     """
-    console = console or Console()
+    console, world = console or Console(), world or World()
     if num_processes < 1:
         raise ConfigError(f"processes = {num_processes}: must be an integer >= 1")
     _check_part(study, part)
-    with lock_folder(out), StopRequest() as stop:
+    with ExitStack() as stack:
+        if world.is_main:
+            stack.enter_context(lock_folder(out))
+        stop = stack.enter_context(StopRequest())
+        world.barrier()
         log = RunLog(out / ROWS_NAME, console)
 
         def upcoming() -> list[Task]:
@@ -67,17 +87,26 @@ def run_study(
             log.add(described(study, task, row))
             write_headline(study, out, by_name(log.rows))
 
-        ahead = upcoming()
-        console.print(f"{len(log.rows)} runs done before; {len(ahead)} can start now", highlight=False)
-        try:
-            if ahead:  # once here, and not in each process at the same time
-                say = console.print
-                prepare(ahead[0].comparison, out / "evaluation", stop, lambda text: say(text, highlight=False))
-            complete = run_tasks(upcoming, out, num_processes=num_processes, stop=stop, done=done)
-        except Interrupted:
-            complete = False
-        write_tables(study, out, log.rows)
+        if world.size > 1:
+            complete = run_tasks_together(upcoming, out, world=world, stop=stop, done=done)
+        else:
+            complete = _run_in_processes(upcoming, out, num_processes, stop, done, console)
+        if world.is_main:
+            write_tables(study, out, log.rows)
     return complete
+
+
+def _run_in_processes(
+    upcoming: Upcoming, out: Path, num_processes: int, stop: StopRequest, done: Any, console: Console
+) -> bool:
+    ahead = upcoming()
+    console.print(f"{len(ahead)} runs can start now", highlight=False)
+    try:
+        if ahead:  # once here, and not in each process at the same time
+            prepare(ahead[0].comparison, out / "evaluation", stop, lambda text: console.print(text, highlight=False))
+        return run_tasks(upcoming, out, num_processes=num_processes, stop=stop, done=done)
+    except Interrupted:
+        return False
 
 
 def _check_part(study: Study, part: Part) -> None:
