@@ -180,7 +180,7 @@ def to_float(images: np.ndarray | Tensor) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(images)) if isinstance(images, np.ndarray) else images
     if tensor.dtype != torch.uint8:
         raise TypeError(f"to_float takes uint8 images, not {tensor.dtype}")
-    return tensor.to(torch.float32) / 127.5 - 1
+    return tensor.to(torch.float32).div_(127.5).sub_(1)
 
 
 def model_input(images: np.ndarray) -> Tensor:

@@ -109,8 +109,9 @@ def batch_at(
         return Batch(images=images, labels=torch.from_numpy(labels), positions=positions)
     pixels, labels = dataset.fetch(indices)
     if flip:
-        mirrored = (streams.uniform(seed, "flip", positions) < 0.5).numpy()
-        pixels = np.where(mirrored[:, None, None, None], pixels[..., ::-1], pixels)
+        rows = np.flatnonzero(streams.uniform(seed, "flip", positions).numpy() < 0.5)
+        pixels = pixels.copy()  # the dataset may have given a view of what it keeps
+        pixels[rows] = pixels[rows][..., ::-1]
     return Batch(images=to_float(pixels), labels=torch.from_numpy(labels), positions=positions)
 
 
