@@ -137,7 +137,7 @@ class DINOv2(nn.Module):
         stored = self.config.positions_side
         if side == stored:
             return self.pos_embed
-        grid = self.pos_embed[:, 1:].float().view(1, stored, stored, -1).permute(0, 3, 1, 2)
+        grid = self.pos_embed[:, 1:].view(1, stored, stored, -1).permute(0, 3, 1, 2)
         scale = (side + POSITION_OFFSET) / stored  # given as a factor, it is also what pixel centres are placed by
         grid = F.interpolate(grid, scale_factor=(scale, scale), mode="bicubic")
         if grid.shape[-2:] != (side, side):
