@@ -47,6 +47,7 @@ usage: rowdit VERB [ARGUMENTS]      rowdit VERB --help says more
   encode SOURCE            images to latent shards
   train-vae SOURCE         a small autoencoder for encode, in about a minute
   bench                    time the optimizer step against fused AdamW, torch.optim.Muon and public Muons
+  data check SOURCE        decode every image; how many each class has, and which are bad
   data get fashion-mnist   fetch the full Fashion-MNIST, checked by its hashes
 """
 

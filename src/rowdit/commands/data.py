@@ -1,4 +1,4 @@
-"""`rowdit data get`: public data sets, checked by their hashes."""
+"""`rowdit data get`: public data sets, checked by their hashes. `rowdit data check`: what a source holds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
 
 from rowdit.commands.parsing import fail, parse
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from rowdit.data import Dataset
 
 
 @dataclass(frozen=True)
@@ -27,19 +31,101 @@ class DataGetOptions:
     url: str | None = None
 
 
+@dataclass(frozen=True)
+class DataCheckOptions:
+    """Opens both splits of a source, decodes every image, and says how many each class has and which are bad.
+
+    Args:
+        source: as `--data.source` of `rowdit train`: folder:PATH, tar:PATTERN, parquet:PATTERN, hf:NAME, ...
+        image_size: pixels a side.
+        channels: 3 for RGB, 1 for grey; by default what the source has.
+        num_classes: that labels are checked against; by default the source's own.
+        image_key: the member of a sample, or the column, that is the image; by default the usual one.
+        label_key: likewise the label.
+        num_workers: processes that decode.
+        show: bad files to be listed.
+    """
+
+    source: tyro.conf.Positional[str]
+    image_size: int = 64
+    channels: int | None = None
+    num_classes: int | None = None
+    image_key: str | None = None
+    label_key: str | None = None
+    num_workers: int = 0
+    show: int = 20
+
+
+USAGE = """\
+usage: rowdit data get fashion-mnist [--folder FOLDER] [--url URL]
+       rowdit data check SOURCE [OPTIONS]        rowdit data check --help says more"""
+
+
 def run(arguments: list[str]) -> int:
-    if arguments[:2] != ["get", "fashion-mnist"]:
-        if {"-h", "--help"}.intersection(arguments):
-            print("usage: rowdit data get fashion-mnist [--folder FOLDER] [--url URL]")
-            return 0
-        return fail("usage: rowdit data get fashion-mnist [--folder FOLDER] [--url URL]")
-    options = parse("data get fashion-mnist", DataGetOptions, arguments[2:])
+    if arguments[:2] == ["get", "fashion-mnist"]:
+        return _get(arguments[2:])
+    if arguments[:1] == ["check"]:
+        return _check(parse("data check", DataCheckOptions, arguments[1:]))
+    if {"-h", "--help"}.intersection(arguments):
+        print(USAGE)
+        return 0
+    return fail(USAGE)
+
+
+def _get(arguments: list[str]) -> int:
+    options = parse("data get fashion-mnist", DataGetOptions, arguments)
     from rowdit.data.download import FASHION_MNIST_URL, get_fashion_mnist
 
     with ShownDownloads() as shown:
         folder = get_fashion_mnist(options.folder, options.url or FASHION_MNIST_URL, on_progress=shown)
     print(folder)
     return 0
+
+
+def _check(options: DataCheckOptions) -> int:
+    """0 if every image can be used, 1 if some can't, 2 if a split can't be opened."""
+    from rowdit.data import DataError, open_dataset
+
+    names = ("channels", "num_classes", "image_key", "label_key")
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in names}
+    size = None if options.source.startswith("latents:") else options.image_size
+    num_bad = 0
+    splits: tuple[Literal["train", "reference"], ...] = ("train", "reference")
+    for split in splits:
+        try:
+            dataset = open_dataset(options.source, split, size, **chosen)
+        except DataError as error:
+            return fail(f"{split}: {error}")
+        counts, bad_files = _decode_all(dataset, options.num_workers, split)
+        print(f"{split}: {sum(counts)} usable images in {dataset.num_classes} classes\n  {dataset.fingerprint}")
+        for name, count in zip(dataset.class_names, counts, strict=True):
+            print(f"  {count:8d}  {name}")
+        for file, reason in sorted(bad_files.items())[: options.show]:
+            print(f"  bad: {file}: {reason}")
+        if len(bad_files) > options.show:
+            print(f"  ... {len(bad_files)} bad in all; --show lists more")
+        num_bad += len(bad_files)
+    return 1 if num_bad else 0
+
+
+def _decode_all(dataset: Dataset, num_workers: int, split: str) -> tuple[list[int], dict[str, str]]:
+    """How many usable images each class has, and the bad files."""
+    from functools import partial
+
+    from rowdit.commands.encode import Bar
+    from rowdit.data.loader import read_ahead
+    from rowdit.encode.job import cut, read_piece
+
+    counts = [0] * dataset.num_classes
+    pieces = read_ahead(
+        dataset, cut(range(len(dataset)), 64), partial(read_piece, skip_bad=True), num_workers=num_workers
+    )
+    with Bar(f"decode {split}", len(dataset)) as bar:
+        for number, (_, labels, _) in enumerate(pieces, start=1):
+            for label in labels.tolist():
+                counts[label] += 1
+            bar(min(64 * number, len(dataset)), len(dataset))
+    return counts, dict(getattr(dataset, "bad_files", {}))
 
 
 class ShownDownloads:

@@ -129,7 +129,7 @@ def _encode_all(command: EncodeCommand, rank: int, world_size: int, *, show: boo
                 raise DataError(f"{error}. To encode the training images alone: --split train") from None
             raise
         encoder = encoder or open_encoder(command.encoder, _device(command), in_channels=dataset.image_shape[0])
-        with _Bar(split, len(dataset), show) as bar:
+        with Bar(f"encode {split}", len(dataset), show) as bar:
             encode_split(
                 dataset, encoder, command.out / split, options, rank=rank, world_size=world_size, on_progress=bar
             )
@@ -190,22 +190,22 @@ def _verify(command: EncodeCommand) -> int:
     return 0
 
 
-class _Bar:
-    """A progress bar for one split; silent where it isn't shown."""
+class Bar:
+    """A progress bar on the error stream, if that is a terminal."""
 
-    def __init__(self, split: str, total: int, show: bool) -> None:
+    def __init__(self, title: str, total: int, show: bool = True) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        columns = (TextColumn(f"encode {split}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, disable=not (show and console.is_terminal))
         self._task = self._progress.add_task("", total=total)
 
     def __call__(self, done: int, total: int) -> None:
         self._progress.update(self._task, completed=done, total=total)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Bar:
         self._progress.start()
         return self
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rowdit.commands import data as data_command
 from rowdit.data import DataError, Dataset, Loader, ParquetImages, batch_at, open_dataset
 from rowdit.data.decode import BadImageError
 from rowdit.data.encoded import bad_images_met
@@ -495,3 +496,21 @@ def test_a_hub_name_that_cant_be_opened_is_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty can't be opened .*; name a folder, or a dataset on the hub"):
         open_dataset(f"hf:{tmp_path / 'empty'}", image_size=4)
+
+
+# ---------------------------------------------------------------------------------------------------------- the verb
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_data_check_counts_and_lists_bad_images(tmp_path, capsys, num_workers):
+    samples = pets(24)
+    samples[3] = Sample(samples[3].name, b"x", 0)
+    spec = write_tar(tmp_path / "t", samples)
+    arguments = ["check", spec, "--image-size", "4", "--num-workers", str(num_workers)]
+    assert data_command.run(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "train: 21 usable images in 2 classes" in shown and "reference: 2 usable images" in shown
+    assert "      10  0" in shown and "      11  1" in shown
+    assert "bad: 001.tar: 003.png: not an image" in shown
+    assert data_command.run(["check", write_tar(tmp_path / "good", pets(24)), "--image-size", "4"]) == 0
+    assert data_command.run([*arguments, "--num-classes", "1"]) == 2
+    assert "label 1" in capsys.readouterr().err
+    assert data_command.run(["chek"]) == 2
