@@ -31,7 +31,8 @@ def study(data: Mapping[str, str]) -> Study:
     if "emoji" in data:
         cases.insert(1, Case("emoji", "emoji", "M", _comparison(data["emoji"], 3, width=80)))
     names = [case.name for case in cases]
-    return Study(tuple(cases), _headline() | _paper(names) | _cheap_steps() | _schedules() | _scales() | _periods())
+    entries = _headline() | _paper(names) | _cheap_steps() | _schedules() | _scales() | _periods()
+    return Study(tuple(cases), entries | _gram_variants() | _details())
 
 
 def _comparison(source: str, channels: int, *, width: int) -> Comparison:
@@ -133,4 +134,35 @@ def _periods() -> dict[str, Entry]:
             PLAIN_LRS, changes={"period": period}, follow="paper", num_seeds=2, question="period", cases=("S",)
         )
         for name, period in periods.items()
+    }
+
+
+def _gram_variants() -> dict[str, Entry]:
+    """The Gram factor kept for longer, and damped more and less; skipping at the same periods beside it."""
+
+    def entry(follow: str, changes: dict[str, object], lrs: tuple[float, ...] = MUON_LRS) -> Entry:
+        return Entry(lrs, changes=changes, follow=follow, num_seeds=2, question="gram factor", cases=("S",))
+
+    skip_lrs = (1.6e-2, 2.5e-2, 4e-2, 6.4e-2)
+    return {
+        "gram-k5": entry("gram", {"period": 5}),
+        "gram-k10": entry("gram", {"period": 10}),
+        "skip-k5": entry("skip", {"period": 5}, skip_lrs),
+        "skip-k10": entry("skip", {"period": 10}, skip_lrs),
+        "gram-damping-1e-2": entry("gram", {"cheap_step_parameter": 1e-2}),
+        "gram-damping-1e-4": entry("gram", {"cheap_step_parameter": 1e-4}),
+    }
+
+
+def _details() -> dict[str, Entry]:
+    """Choices inside the periodic method, one changed at a time."""
+
+    def entry(**changes: object) -> Entry:
+        lrs = (1e-2, 1.6e-2, 2.5e-2)
+        return Entry(lrs, changes=changes, follow="periodic", num_seeds=2, question="details", cases=("S",))
+
+    return {
+        "adaln-adamw": entry(adaln="adamw"),
+        "no-nesterov": entry(nesterov=False),
+        "polar-express": entry(ns_coefficients="polar_express"),
     }
