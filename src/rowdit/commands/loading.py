@@ -59,6 +59,7 @@ def open_model(
     Raises:
         CheckpointError: there is no such checkpoint, or it can't be read.
         DataError: the decoder can't be found or read.
+        ValueError: a model of captions.
     """
     from rowdit.train import checkpoint
 
@@ -68,6 +69,11 @@ def open_model(
         found = checkpoint.find(run, step)
         config, step = checkpoint.run_config(found), found.step
         model = checkpoint.load_model(run, which, step=step, device=device)
+    if config.model.caption_dim is not None:
+        raise ValueError(
+            f"{run} is conditioned on captions, which this command has none of; in Python, "
+            "rowdit.evaluate.generate takes their embeddings as labels"
+        )
     model.requires_grad_(False)
     fingerprint = {"step": step, "which": which, "sha256": weights_hash(model.state_dict())}
     return LoadedModel(model, config, step, which, fingerprint, open_decoder(config, decoder, device))

@@ -58,10 +58,10 @@ def images_at(
     Args:
         model: (x_BCHW, t_B, y_B) -> velocity, in the mode that it is to be sampled in.
         indices: (B,) int64 >= 0, the numbers of the images.
-        labels: (B,) int64 in 0..num_classes, where num_classes is the null class.
+        labels: (B,) int64 in 0..num_classes, where num_classes is the null class; or (B, E) embeddings of captions.
         sampling: sampler, steps, guidance and seed. Its `first_index` isn't used here.
         image_shape: (C, H, W) of what the model makes: of the latents, where there is a decoder.
-        num_classes: number of classes.
+        num_classes: number of classes; 0 with captions.
         decoder: from latents to images.
 
     Returns:
@@ -110,10 +110,10 @@ def generate(
 
     Args:
         model: (x_BCHW, t_B, y_B) -> velocity; sampled in eval mode, and put back to its modes afterwards.
-        labels: (N,) int64 in 0..num_classes, where num_classes is the null class.
+        labels: (N,) int64 in 0..num_classes, where num_classes is the null class; or (N, E) embeddings of captions.
         seed: of the noise.
         image_shape: (C, H, W); of the latents, where there is a decoder.
-        num_classes: number of classes.
+        num_classes: number of classes; 0 with captions.
         first_index: number of the first image.
         sampler: a key of `rowdit.flow.samplers.SAMPLERS`.
         num_steps: steps of the sampler.
@@ -208,6 +208,8 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def _check_labels(labels: Tensor, num_classes: int) -> None:
+    if num_classes == 0 and labels.ndim == 2 and labels.is_floating_point():  # embeddings of captions
+        return
     if labels.ndim != 1 or labels.is_floating_point():
         raise ValueError(f"labels must be a vector of integers, got shape {tuple(labels.shape)} of {labels.dtype}")
     outside = labels[(labels < 0) | (labels > num_classes)]

@@ -136,6 +136,22 @@ class TestResult:
         assert balanced_labels(7, 3).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
+def test_captions_are_conditions_too():
+    config = DiTConfig(8, 1, 2, hidden_size=16, depth=1, num_heads=2, num_classes=0, caption_dim=5)
+    model = DiT(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    captions = torch.randn(6, 5, generator=generator)
+    options = {"seed": 0, "image_shape": SHAPE, "num_classes": 0, "guidance": 2.0, "num_steps": 3}
+    images = generate(model, captions, batch_size=4, **options)
+    assert_same_images(generate(model, captions[4:], first_index=4, **options), images[4:])
+    assert not torch.equal(generate(model, captions.flip(0), **options), images)
+    with pytest.raises(ValueError, match="vector of integers"):
+        generate(model, captions, **(options | {"num_classes": 3}))
+
+
 class TestModelComesBack:
     def test_modes_are_restored_one_by_one(self, model):
         model.train()
