@@ -1,6 +1,7 @@
 """Class-conditional DiT on the latents of ImageNet at 256 x 256 pixels: `imagenet256` is B/2; or `imagenet256:XL/2`.
 
-    rowdit encode folder:IMAGENET/train OUT --image-size 256         # once; docs/data.md says with which encoder
+    torchrun --standalone --nproc-per-node 8 -m rowdit encode folder:IMAGENET --out OUT --image-size 256 \\
+        --encoder diffusers:stabilityai/sd-vae-ft-ema --num-workers 8            # once; docs/data.md
     torchrun --standalone --nproc-per-node 8 -m rowdit train imagenet256:XL/2 --data.source latents:OUT
     rowdit plan imagenet256:XL/2 --world-size 8                      # what it takes, before
 
