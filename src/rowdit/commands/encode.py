@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -191,7 +192,13 @@ def _verify(command: EncodeCommand) -> int:
 
 
 class Bar:
-    """A progress bar on the error stream, if that is a terminal."""
+    """How far something is, on the error stream: a bar on a terminal, otherwise a line for every tenth.
+
+    Args:
+        title: what is done.
+        total: images in all; of a rank's share, what it says with each call.
+        show: False for ranks that keep quiet.
+    """
 
     def __init__(self, title: str, total: int, show: bool = True) -> None:
         from rich.console import Console
@@ -201,9 +208,14 @@ class Bar:
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=console, disable=not (show and console.is_terminal))
         self._task = self._progress.add_task("", total=total)
+        self._title, self._lines, self._tenths = title, show and not console.is_terminal, 0
 
     def __call__(self, done: int, total: int) -> None:
         self._progress.update(self._task, completed=done, total=total)
+        tenths = 10 * done // max(1, total)
+        if self._lines and tenths > self._tenths:
+            self._tenths = tenths
+            print(f"{self._title}: {done} of {total} images", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Bar:
         self._progress.start()

@@ -159,9 +159,13 @@ def claim(folder: Path, job: dict[str, Any]) -> None:
     if not path.exists():
         part = _part(path)
         part.write_text(text + "\n", encoding="utf-8")
-        with contextlib.suppress(FileExistsError):
+        try:
             os.link(part, path)  # unlike a rename, fails where another rank was quicker
-        part.unlink()
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            os.replace(part, path)
+        part.unlink(missing_ok=True)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

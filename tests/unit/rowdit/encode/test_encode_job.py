@@ -207,6 +207,15 @@ def test_another_job_into_the_same_folder_is_refused(folder, changes, message):
     assert contents(folder) == before
 
 
+def test_a_file_system_without_links_will_do(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(job.os, "link", refuse)
+    assert encode_split(pixels(), Toy(), tmp_path / "out", SMALL)
+    assert len(Latents(tmp_path / "out")) == 23
+
+
 def test_damage_is_found_and_mended_by_the_same_command(folder):
     shard = folder / "shard-00002.safetensors"
     data = bytearray(shard.read_bytes())
@@ -352,9 +361,12 @@ def test_ranks_of_torchrun_share_the_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     encode_command.run(arguments)
-    assert "the manifest comes with the last rank's" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "the manifest comes with the last rank's" in shown.out and not shown.err  # one rank tells how far it is
     monkeypatch.setenv("RANK", "0")
     encode_command.run(arguments)
-    assert "2000 latents of 1x4x4 in 3 shards" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "2000 latents of 1x4x4 in 3 shards" in shown.out
+    assert shown.err.splitlines()[-1] == "encode reference: 1100 of 1100 images" and len(shown.err.splitlines()) == 10
     with pytest.raises(DataError, match="no split 'train', only reference"):
         open_dataset(f"latents:{tmp_path}", "train")
