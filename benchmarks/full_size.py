@@ -192,7 +192,12 @@ def measure(name: str, num_ranks: int, num_shards: int, refresh: str, period: in
                 optimizer.step()
             flops[kind], peak[kind], sent[kind] = counter.get_total_flops(), live.peak, collectives.num
     matrices = [matrix for bucket in plan.buckets for matrix in bucket.matrices]
-    num_owners = len({matrix.owner for matrix in matrices})
+    loads: dict[tuple[int, int], int] = {}
+    for bucket in plan.buckets:
+        for matrix in bucket.matrices:
+            loads[matrix.owner] = loads.get(matrix.owner, 0) + bucket.num_flops
+    assert loads[0, 0] == max(loads.values()), "rank 0 doesn't stand for the ranks with most to do"
+    num_owners = len(loads)
     shares = any(bucket.shares_replicas for bucket in plan.buckets)
     busy = num_ranks if refresh == "gather" else num_owners * (1 if shares else num_ranks // num_shards)
     done = optimizer.traffic

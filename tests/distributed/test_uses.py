@@ -143,3 +143,30 @@ def run_frozen() -> None:
     found = full_of(params)
     for name, parameter in alone.items():
         torch.testing.assert_close(found[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ built too early
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_an_optimizer_that_was_built_before_sharding_says_so(ranks, world_size):
+    """It holds parameters that fully_shard has put away; without a word the loss would stay where it is."""
+    ranks(world_size).run(run_built_too_early)
+
+
+def run_built_too_early() -> None:
+    model = make_toy().to(device_type())
+    optimizer = optimizer_for(model)
+    fully_shard(model, mesh=mesh_of((2,)))
+    in_time = optimizer_for(model)
+    x, y = (tensor.to(device_type()) for tensor in batch(0))
+    loss_of(model, x, y).backward()
+    with pytest.warns(RuntimeWarning, match="none of this optimizer's .* Build the optimizer after .*fully_shard"):
+        optimizer.step()
+    before = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    in_time.step()
+    assert any(not torch.equal(p.detach().to_local(), before[name]) for name, p in model.named_parameters())
+    for _ in range(8):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="after 10 steps, none of"):  # on all ranks alike
+        optimizer.step()
