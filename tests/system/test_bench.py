@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,13 @@ def test_on_ranks() -> None:
     data = json.loads(done.stdout)
     assert data["setup"]["num_ranks"] == 2 and data["peers"]["torch_muon"]["correct"] is True
     assert data["k1_over_torch_muon"] > 0
+
+
+def test_nothing_got_worse() -> None:
+    """The guard itself: a limit that is passed is in the message."""
+    done = rowdit("--guard")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "recompilations" in done.stdout or not (shutil.which("g++") or shutil.which("clang++"))
 
 
 @pytest.mark.parametrize(

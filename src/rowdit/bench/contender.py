@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,14 +90,12 @@ class Contender:
         return [self.timed_step("refresh" if i == 0 else "row") for i in range(period)]
 
 
-def periodic(
-    matrices: Sequence[Matrix], workplace: Workplace, period: int | None, *, compile: bool = False
-) -> Contender:
-    """`rowmuon.PeriodicRowMuon` with the settings of the peers; a period of None never refreshes."""
+def periodic(matrices: Sequence[Matrix], workplace: Workplace, period: int | None, **options: Any) -> Contender:
+    """`rowmuon.PeriodicRowMuon` with the settings of the peers, and `options`; a period of None never refreshes."""
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         settings = {"lr": LR, "weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
-        return rowmuon.PeriodicRowMuon(_groups(matrices, params), period=period, compile=compile, **settings)  # type: ignore[arg-type]
+        return rowmuon.PeriodicRowMuon(_groups(matrices, params), period=period, **options, **settings)  # type: ignore[arg-type]
 
     return Contender(matrices, workplace, make)
 

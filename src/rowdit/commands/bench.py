@@ -33,6 +33,7 @@ class BenchOptions:
         dtype: of the parameters.
         device: where they lie.
         threads: processor threads; torch's own choice by default.
+        guard: instead, hold counts and ratios of one DiT-S block against their limits; exit code 1 where one is passed.
         save: also write FILE.json and FILE.md, named without a suffix.
     """
 
@@ -47,6 +48,7 @@ class BenchOptions:
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int | None = None
+    guard: bool = False
     save: Path | None = None
 
 
@@ -58,6 +60,8 @@ def run(arguments: list[str]) -> int:
         return fail(str(error))
     from rowdit.bench import ranks
 
+    if options.guard:
+        return _guard(options)
     if options.ranks is not None and not ranks.is_rank():
         return ranks.start_ranks(options.ranks, arguments)
     set_threads(options.threads)
@@ -73,6 +77,16 @@ def run(arguments: list[str]) -> int:
         return _bench(options, Workplace(options.device, getattr(torch, options.dtype), mesh), arguments)
     finally:
         dist.destroy_process_group()
+
+
+def _guard(options: BenchOptions) -> int:
+    from rowdit.bench.guard import page, run_guard
+
+    set_threads(options.threads or 1)
+    with contextlib.redirect_stdout(sys.stderr):
+        found, wrong = run_guard()
+    print(json.dumps({"measured": found, "wrong": wrong}, indent=1) if options.json else page(found))
+    return fail("worse than its limit: " + "; ".join(wrong), 1) if wrong else 0
 
 
 def _check(options: BenchOptions) -> None:
