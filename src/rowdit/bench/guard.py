@@ -42,8 +42,8 @@ class Limit:
 
 
 # One DiT-S block. Counts: the rank of 4 that does most, fp32 parameters, their rows sharded, bf16 sent. Ratios: one
-# thread of an AMD EPYC with AVX-512. Beyond the margins are a Newton-Schulz in fp32 or without the Gram form, a row step
-# that makes twice its passes over memory, and one that orthogonalises.
+# thread of an AMD EPYC with AVX-512. Beyond the margins are a Newton-Schulz in fp32 or without the Gram form, a row
+# step that makes twice its passes over memory, and one that orthogonalises.
 LIMITS: tuple[Limit, ...] = (
     Limit("exchange, refresh step: collectives", 10),
     Limit("exchange, refresh step: bytes sent", 2_211_840),
