@@ -23,6 +23,7 @@ from rowdit.data.batch import (
     to_float,
     to_uint8,
 )
+from rowdit.data.decode import BadImageError
 from rowdit.data.encoded import BadImages
 from rowdit.data.hub import HubImages, open_hub
 from rowdit.data.image_folder import ImageFolder, open_split
@@ -34,6 +35,7 @@ from rowdit.data.tar_shards import TarShards, open_tar
 
 __all__ = [
     "ArrayDataset",
+    "BadImageError",
     "Batch",
     "DataError",
     "Dataset",
