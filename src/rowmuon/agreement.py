@@ -56,7 +56,8 @@ def compare_ranks(
                 parameter, group = adamw[i - len(muon)]
                 extra.append((name_of(group, parameter), *_settings(group, ADAMW_KEYS)))
         number = plan_hash(entries, same[0], [same[1], *extra])
-        device = local_tensor(params[comparison.members[0]][0]).device
+        here = local_tensor(params[comparison.members[0]][0]).device
+        device = process_groups.sending_device(comparison.stages[0], here)
         heard.append(runtime.numbers_of_all(comparison.stages, number, device))
     problems = [difference for difference in map(explain_difference, heard) if difference]
     if problems:  # only now: a rank that stopped at the first would leave others waiting in the second

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,6 +39,14 @@ class ProcessGroups:
 
     def is_fake(self, ranks: Ranks) -> bool:
         return dist.get_backend(self._groups[ranks]) == "fake"
+
+    def sending_device(self, ranks: Ranks, wanted: torch.device) -> torch.device:
+        """``wanted`` if the group over ``ranks`` sends from there, else a device from which it does.
+
+        AdamW's parameters may be offloaded to where their group sends nothing from.
+        """
+        served = sorted({device.type for device in self._groups[ranks]._device_types})
+        return wanted if wanted.type in served or not served else torch.device(served[0])
 
     def prepare(self, params: Iterable[tuple[Tensor, Layout]]) -> None:
         """Makes sure of a group for everything that the layouts may need. All members must call it alike.

@@ -14,6 +14,7 @@ import rowmuon
 from ranks.models import Spec, build, give_gradients, gradient, optimizer_on, start
 from ranks.placing import mesh_of
 from ranks.pool import device_type
+from rowmuon.process_groups import ProcessGroups
 
 
 def assert_refused(parameter: torch.Tensor, match: str, **group: object) -> None:
@@ -115,12 +116,12 @@ def test_a_group_that_a_rank_is_not_in_is_refused_as_its_process_group(ranks, wo
 
 
 def run_not_a_member() -> None:
-    group = dist.new_group([1])
+    group, parameter = dist.new_group([1]), torch.zeros(4, 6, device=device_type())
     if dist.get_rank() == 0:
         with pytest.raises(ValueError, match="process_group is a group that rank 0 isn't in"):
-            rowmuon.PeriodicRowMuon([torch.zeros(4, 6)], process_group=group)
+            rowmuon.PeriodicRowMuon([parameter], process_group=group)
     else:
-        rowmuon.PeriodicRowMuon([torch.zeros(4, 6)], process_group=group)
+        rowmuon.PeriodicRowMuon([parameter], process_group=group)
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -152,3 +153,19 @@ def run_device() -> None:
         ValueError, match=r"\(4, 6\) lies on the device 'cpu', .* from \['cuda'\] only.*cpu:gloo,cuda:nccl"
     ):
         rowmuon.PeriodicRowMuon([("w", parameter)], process_group=group)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_adamws_settings_are_compared_from_a_device_that_the_group_sends_from(ranks, world_size):
+    """AdamW sends nothing, so its parameters may lie where their group can't send from. Comparing takes another place."""
+    ranks(world_size).run(run_offloaded_adamw)
+
+
+def run_offloaded_adamw() -> None:
+    group = dist.new_group(backend="cuda:gloo")
+    groups = ProcessGroups(group)
+    ranks = tuple(range(dist.get_world_size()))
+    assert groups.sending_device(ranks, torch.device("cpu")) == torch.device("cuda")
+    assert groups.sending_device(ranks, torch.device("cuda", 1)) == torch.device("cuda", 1)
+    here = torch.device(device_type())
+    assert ProcessGroups(dist.group.WORLD).sending_device(ranks, here) == here
