@@ -157,7 +157,7 @@ def run_device() -> None:
 
 @pytest.mark.parametrize("world_size", [2])
 def test_adamws_settings_are_compared_from_a_device_that_the_group_sends_from(ranks, world_size):
-    """AdamW sends nothing, so its parameters may lie where their group can't send from. Comparing takes another place."""
+    """AdamW sends nothing, so its parameters may lie where their group can't send from; what is compared may not."""
     ranks(world_size).run(run_offloaded_adamw)
 
 
