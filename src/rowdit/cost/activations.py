@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Activations:
     depth: int
 
 
+@lru_cache(maxsize=64)  # a sweep asks for the same ones again and again
 def activations(
     config: DiTConfig, num_images: int, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False
 ) -> Activations:

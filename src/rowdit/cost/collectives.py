@@ -57,7 +57,8 @@ def all_to_all_seconds(bytes_moved: float, members: Members, cluster: Cluster) -
     inside, between = cluster.inside, cluster.between
     others = members.num_ranks - 1
     away = (members.num_ranks - members.per_node) / others
-    seconds = max(bytes_moved * (1 - away) / inside.speed, bytes_moved * away / between.speed)
+    staying = bytes_moved * (1 - away) / (inside.speed * inside.all_to_all)
+    seconds = max(staying, bytes_moved * away / (between.speed * between.all_to_all))
     link = between if away else inside
     # The peers' messages overlap: what is left of each is the cost of posting it, a fraction of a hop.
     return link.base_seconds + link.hop_seconds + others * _POST_SECONDS + seconds

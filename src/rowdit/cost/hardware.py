@@ -26,6 +26,7 @@ class Link:
         base_seconds: of starting a collective.
         hop_seconds: of each further rank in a ring, and of each further peer in an all-to-all.
         source: of these figures.
+        all_to_all: share of what large collectives reach that an all-to-all does.
     """
 
     rate: float
@@ -33,6 +34,7 @@ class Link:
     base_seconds: float
     hop_seconds: float
     source: str = ""
+    all_to_all: float = 1.0
 
     @property
     def speed(self) -> float:
@@ -58,6 +60,8 @@ class Cluster:
         ranks_per_node: GPUs of one machine.
         inside, between: links within a machine and between machines; of the latter every rank has one.
         source: of the GPU's figures.
+        overlaps: whether FSDP's messages travel beside computing. FSDP2 on a CPU waits for each.
+        scatter_passes: what a reduce-scatter sends, over what it must. gloo's is an all-reduce: 2.
     """
 
     name: str
@@ -73,6 +77,8 @@ class Cluster:
     inside: Link
     between: Link
     source: str = ""
+    overlaps: bool = True
+    scatter_passes: float = 1.0
 
     @property
     def matmul_speed(self) -> float:

@@ -114,29 +114,50 @@ def _passes(found: Estimate, cluster: Cluster) -> tuple[float, float, float]:
     depth, num_micro = config.model.depth, batch.num_micro_batches
     passes = 4 if parallel.activation_checkpointing else 3
     forward = compute / num_micro / depth / passes  # of one block; the ends are small
-    shards, replicas = _groups(mesh, cluster)
-    numel = mesh.num_shards * sum(
-        mesh.numel(p.shape) for p in found.optimizer.parameters if p.name.startswith("blocks.0.")
-    )
-    share = (mesh.num_shards - 1) / mesh.num_shards
-    gather = ring_seconds(share * numel * DTYPES[parallel.param_dtype].itemsize, shards, cluster)
-    reduce_bytes = numel * DTYPES[parallel.reduce_dtype].itemsize
-    scatter = ring_seconds(share * reduce_bytes, shards, cluster)
-    sum_up = 0.0
-    if mesh.num_replicas > 1:
-        part = (mesh.num_replicas - 1) / mesh.num_replicas * reduce_bytes / mesh.num_shards
-        sum_up = 2 * ring_seconds(part, replicas, cluster)
+    block, root = (_messages(found, cluster, root=root) for root in (False, True))
     exposed = traffic = 0.0
     for micro in range(num_micro):
         last = micro == num_micro - 1
         reduces = last or not parallel.accumulate_unsharded
-        regather = gather if parallel.reshard_after_forward else 0.0
-        back = (scatter if reduces else 0.0) + (sum_up if last else 0.0)
+        regather = block.gather if parallel.reshard_after_forward else 0.0
+        back, root_back = (
+            (part.scatter if reduces else 0.0) + (part.sum_up if last else 0.0) for part in (block, root)
+        )
         # The first block's weights and the last block's gradients wait for nobody; the others' go beside computing.
-        exposed += gather + (depth - 1) * max(0.0, gather - forward)
+        exposed += block.gather + (depth - 1) * max(0.0, block.gather - forward)
         exposed += regather + (depth - 1) * max(0.0, regather + back - (passes - 1) * forward) + back
-        traffic += depth * (gather + regather + back)
+        exposed += root.gather + root_back
+        traffic += depth * (block.gather + regather + back) + root.gather + root_back
+    if not cluster.overlaps:
+        exposed = traffic
     return compute, exposed, traffic
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Seconds to gather the weights of one of FSDP's units, to reduce its gradients, to sum them over the replicas."""
+
+    gather: float
+    scatter: float
+    sum_up: float
+
+
+def _messages(found: Estimate, cluster: Cluster, *, root: bool) -> _Messages:
+    """Of a block, or of all that is outside of the blocks, which FSDP keeps in float32."""
+    mesh, parallel = found.mesh, found.config.parallel
+    shards, replicas = _groups(mesh, cluster)
+    known = found.optimizer.parameters
+    names = [p for p in known if (not p.name.startswith("blocks.") if root else p.name.startswith("blocks.0."))]
+    numel = mesh.num_shards * sum(mesh.numel(p.shape) for p in names)  # padded
+    share = (mesh.num_shards - 1) / mesh.num_shards
+    weight_size = 4 if root else DTYPES[parallel.param_dtype].itemsize
+    reduce_bytes = numel * DTYPES[parallel.reduce_dtype].itemsize
+    gather = ring_seconds(share * numel * weight_size, shards, cluster)
+    scatter = cluster.scatter_passes * ring_seconds(share * reduce_bytes, shards, cluster)
+    if mesh.num_replicas == 1:
+        return _Messages(gather, scatter, 0.0)
+    part = (mesh.num_replicas - 1) / mesh.num_replicas * reduce_bytes / mesh.num_shards
+    return _Messages(gather, scatter, 2 * ring_seconds(part, replicas, cluster))
 
 
 def _groups(mesh: RankMesh, cluster: Cluster) -> tuple[Members, Members]:

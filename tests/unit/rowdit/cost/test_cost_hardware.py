@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -60,9 +61,7 @@ def test_unknown_names() -> None:
 
 FREE = Link(100.0, 1.0, 0.0, 0.0)  # 100 bytes per second
 SLOW = Link(10.0, 1.0, 0.0, 0.0)
-PLAIN = CLUSTERS["h100"].__class__(
-    **{**CLUSTERS["h100"].__dict__, "inside": FREE, "between": SLOW, "ranks_per_node": 4}
-)
+PLAIN = dataclasses.replace(H100, inside=FREE, between=SLOW, ranks_per_node=4)
 
 
 def test_members() -> None:
@@ -85,3 +84,6 @@ def test_all_to_all() -> None:
     assert all_to_all_seconds(1000, Members(4, 4), PLAIN) == pytest.approx(10.0, rel=1e-5)
     # four of seven peers are on the other machine, reached over the rank's own link
     assert all_to_all_seconds(700, Members(8, 4), PLAIN) == pytest.approx(40.0, rel=1e-5)
+    half = dataclasses.replace(PLAIN, between=dataclasses.replace(SLOW, all_to_all=0.5))
+    assert all_to_all_seconds(700, Members(8, 4), half) == pytest.approx(80.0, rel=1e-5)
+    assert ring_seconds(1000, Members(8, 4), half) == 25.0

@@ -59,16 +59,22 @@ def test_one_rank_by_hand() -> None:
 
 def test_fsdp_traffic_by_hand() -> None:
     found = priced(run(), 8)
-    block = sum(p.numel for p in found.optimizer.parameters if p.name.startswith("blocks.0."))
-    gather = ring_seconds(7 / 8 * 2 * block, Members(8, 8), H100)
-    scatter = ring_seconds(7 / 8 * 4 * block, Members(8, 8), H100)
-    assert predict(found, H100).fsdp_traffic == pytest.approx(4 * (2 * gather + scatter))
+    known = found.optimizer.parameters
+    block = sum(p.numel for p in known if p.name.startswith("blocks.0."))
+    root = 8 * sum(RankMesh(8).numel(p.shape) for p in known if not p.name.startswith("blocks."))  # padded
+    gather, scatter, root_once = (
+        ring_seconds(7 / 8 * size, Members(8, 8), H100) for size in (2 * block, 4 * block, 4 * root)
+    )
+    assert predict(found, H100).fsdp_traffic == pytest.approx(4 * (2 * gather + scatter) + 2 * root_once)
     kept = predict(priced(run(reshard_after_forward=False), 8), H100)
-    assert kept.fsdp_traffic == pytest.approx(4 * (gather + scatter))
+    assert kept.fsdp_traffic == pytest.approx(4 * (gather + scatter) + 2 * root_once)
     twice = predict(priced(run(micro=16), 8), H100)
-    assert twice.fsdp_traffic == pytest.approx(2 * 4 * (2 * gather + scatter))
+    assert twice.fsdp_traffic == pytest.approx(2 * 4 * (2 * gather + scatter) + 4 * root_once)
     late = predict(priced(run(micro=16, accumulate_unsharded=True), 8), H100)
-    assert late.fsdp_traffic == pytest.approx(4 * (4 * gather + scatter))
+    assert late.fsdp_traffic == pytest.approx(4 * (4 * gather + scatter) + 3 * root_once)
+    on_gloo = predict(found, dataclasses.replace(H100, overlaps=False, scatter_passes=2.0))
+    assert on_gloo.fsdp_exposed == on_gloo.fsdp_traffic
+    assert on_gloo.fsdp_traffic == pytest.approx(4 * (2 * gather + 2 * scatter) + 3 * root_once)
 
 
 @pytest.mark.parametrize("refresh", ["gather", "exchange"])
@@ -81,7 +87,9 @@ def test_fast_links_hide_and_slow_links_show(refresh: str) -> None:
     assert slow.fsdp_exposed == pytest.approx(slow.fsdp_traffic, rel=0.1)
     assert slow.refresh.exposed <= slow.refresh.traffic and slow.fsdp_exposed <= slow.fsdp_traffic
     busy = predict(priced(run(batch_size=64 * 4096), 8, refresh=refresh), H100)
-    assert busy.fsdp_exposed == pytest.approx(busy.fsdp_traffic / 4)  # one of four blocks has nothing to hide behind
+    assert (
+        busy.fsdp_exposed < 0.5 * busy.fsdp_traffic
+    )  # of four blocks one has nothing to hide behind, nor has the root
 
 
 def test_gather_computes_everywhere_what_exchange_divides() -> None:
