@@ -165,11 +165,20 @@ def test_a_run_moves_from_one_rank_to_four_and_back(world_size: int, ranks: Rank
     assert_close_runs(tmp_path / "moved", tmp_path / "whole")
 
 
-def compare_states(folder: str, config: RunConfig) -> tuple[bool, bool]:
-    """(initial weights are one process's to the bit, all values of a checkpoint come back to the bit)."""
+def algorithms(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[str, int]]:
+    """Name -> (algorithm, chunks)."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: (g["algorithm"], g.get("chunks", 1)) for g in optimizer.param_groups for p in g["params"]}
+
+
+def compare_states(folder: str, config: RunConfig) -> tuple[bool, bool, bool]:
+    """Initial weights are one process's to the bit; parameters go where they go on one; a checkpoint's values come back
+    to the bit."""
     world = world_here(config)
     state = build_state(config, exact, world=world)
-    alone = dict(build_state(config).model.named_parameters())
+    alone_state = build_state(config, exact)
+    alone = dict(alone_state.model.named_parameters())
+    same_routes = algorithms(state.model, state.optimizer) == algorithms(alone_state.model, alone_state.optimizer)
     whole = {name: p.full_tensor().cpu() for name, p in state.model.named_parameters()}  # type: ignore[attr-defined]
     same_start = all(torch.equal(whole[name], alone[name]) for name in alone)
     for step in range(3):
@@ -184,7 +193,7 @@ def compare_states(folder: str, config: RunConfig) -> tuple[bool, bool]:
     checkpoint.load(checkpoint.Checkpoint(Path(folder) / "step-0000003", 3), other, world)
     here, there = tensors_of(state), tensors_of(other)
     local: Callable[[Tensor], Tensor] = lambda t: t.to_local() if hasattr(t, "to_local") else t  # noqa: E731
-    return same_start, all(torch.equal(local(here[name]), local(there[name])) for name in here)
+    return same_start, same_routes, all(torch.equal(local(here[name]), local(there[name])) for name in here)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -192,10 +201,11 @@ def compare_states(folder: str, config: RunConfig) -> tuple[bool, bool]:
 def test_same_start_and_a_table_with_fewer_rows_than_ranks(
     world_size: int, asynchronous: bool, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """T5: two classes and none make three rows, so that one of four ranks has no row of the table."""
+    """T5: two classes and none make three rows, so that one of four ranks has no row of the table. T23: sharding
+    changes no route."""
     config = toy_config("periodic", async_checkpoints=asynchronous)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=2, hidden_size=8))
-    assert ranks(world_size).run(compare_states, str(tmp_path), config) == [(True, True)] * world_size
+    assert ranks(world_size).run(compare_states, str(tmp_path), config) == [(True, True, True)] * world_size
 
 
 @pytest.mark.parametrize("world_size", [2])
