@@ -120,6 +120,7 @@ class EncodedImages:
         self.bad_images = decoding.bad_images
         self.bad_files: dict[str, str] = {}
         self.num_replaced = 0
+        self._bad_rows: dict[int, str] = {}  # the same by row: of shards, a name has to be looked up
         self._place, self._decoding = place, decoding
         self._cache = np.empty((len(labels), *self.image_shape), np.uint8) if cache else None
         self._cached = np.zeros(len(labels), bool)
@@ -171,25 +172,25 @@ class EncodedImages:
         label = int(self._row_labels[row])
         if label not in self._by_class:
             self._by_class[label] = np.flatnonzero(self._row_labels == label)
-        rows = self._by_class[label].tolist()
-        after = rows.index(row) + 1
-        for candidate in (*rows[after:], *rows[: after - 1]):
+        rows = self._by_class[label]
+        place = int(np.searchsorted(rows, row))
+        for step in range(1, len(rows)):
             try:
-                image = self._read(candidate)
+                image = self._read(int(rows[(place + step) % len(rows)]))
             except BadImageError:
                 continue
             self.num_replaced += 1
             return image
         raise DataError(
             f"{self._place}: none of the {len(rows)} images of class {self.class_names[label]} can be used, the first "
-            f"because of {self.bad_files[self._name(rows[0])]!r}; mend them or remove the class"
+            f"because of {self._bad_rows[int(rows[0])]!r}; mend them or remove the class"
         )
 
     def _read(self, row: int) -> np.ndarray:
         if self._cache is not None and self._cached[row]:
             return self._cache[row]
-        if self.bad_files and (name := self._name(row)) in self.bad_files:
-            raise BadImageError(self._full_name(row), self.bad_files[name])
+        if row in self._bad_rows:
+            raise BadImageError(self._full_name(row), self._bad_rows[row])
         decoding = self._decoding
         try:
             image = read_image(
@@ -201,7 +202,7 @@ class EncodedImages:
                 name="",
             )
         except BadImageError as error:
-            self.bad_files[self._name(row)] = error.reason
+            self._bad_rows[row] = self.bad_files[self._name(row)] = error.reason
             raise BadImageError(self._full_name(row), error.reason) from error.__cause__
         if self._cache is not None:
             self._cache[row], self._cached[row] = image, True

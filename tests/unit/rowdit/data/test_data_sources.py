@@ -298,6 +298,17 @@ def test_the_index_is_made_once_and_again_when_a_shard_changes(tmp_path, cache, 
     assert len(open_dataset(spec, image_size=4)) == 9 and len(walked) == 3
 
 
+def test_good_images_cost_no_look_at_their_names(tmp_path, monkeypatch):
+    samples = pets()
+    samples[3] = Sample(samples[3].name, b"x", 0)
+    dataset = opened("tar", tmp_path, samples, bad_images="replace")
+    everything(dataset)
+    looked = []
+    monkeypatch.setattr(type(dataset), "_name", lambda self, row: looked.append(row) or "")
+    everything(dataset)
+    assert set(looked) <= {3}
+
+
 @pytest.mark.parametrize("source", ["tar", "parquet"])
 def test_bad_images_are_looked_for_once(tmp_path, source, monkeypatch):
     from rowdit.data import encoded as module
