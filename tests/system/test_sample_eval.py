@@ -186,6 +186,7 @@ def test_unfinished_samples_are_not_scored(run, real, tmp_path, capsys):
         (["sample", "RUN", "--step", "7"], "no checkpoint of step 7; complete are: 8, 12"),
         (["sample", "RUN", "--time-shift", "0"], "shift is 0.0"),
         (["sample", "RUN", "--device", "nix"], "--device nix"),
+        (["eval", "OVER"], "OVER has no checkpoint; complete are: none"),
         (["eval", "OTHERS"], "nothing to compare with: name real images with --reference"),
         (["eval", "OTHERS", "--reference", "SOME"], "30 images of the target are too few for a Frechet distance"),
         (["eval", "OTHERS", "--reference", "bundle"], "bundle is neither a folder, nor an npz or npy file"),
@@ -197,6 +198,8 @@ def test_unfinished_samples_are_not_scored(run, real, tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(run, real, arguments, message, capsys):
+    Path("OVER").mkdir()  # a run whose checkpoints are gone isn't a folder of images
+    Path("OVER/config.json").write_text("{}")
     places = {"RUN": run, "SOME": real[0], "OTHERS": real[1]}
     assert call(*[places.get(argument, argument) for argument in arguments]) == 2
     error = capsys.readouterr().err

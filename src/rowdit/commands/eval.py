@@ -288,11 +288,11 @@ def _open_network(options: EvalOptions, ranks: Ranks, device: torch.device) -> F
 
 
 def _open_target(options: EvalOptions, ranks: Ranks, device: torch.device, network: FeatureNetwork) -> Target:
-    from rowdit.evaluate.images import ImagesError, open_images
+    from rowdit.evaluate.images import ImagesError, is_run, open_images
     from rowdit.evaluate.sample_folder import SampleFolder
 
     path = options.target.expanduser()
-    if (path / "checkpoints").is_dir() or path.suffix == ".safetensors":
+    if is_run(path) or path.suffix == ".safetensors":
         return _sampled_run(options, path, ranks, device, network)
     out = Path("out/eval")
     folder = SampleFolder(path)

@@ -211,7 +211,7 @@ def open_images(
         if image_size is not None:
             raise ImagesError(f"{path}: arrays are taken as they are; leave --image-size out")
         return ArrayImages(path)
-    if (path / "checkpoints").is_dir():
+    if is_run(path):
         raise ImagesError(f"{path} is a run; name images: the folder that rowdit sample made of it, say")
     if path.is_dir():
         samples = path / "images" if (path / "sampling.json").is_file() else path  # a grid beside them is no sample
@@ -223,6 +223,11 @@ def open_images(
         if "unknown dataset" in str(error):
             raise ImagesError(f"{spec} is neither a folder, nor an npz or npy file, nor a dataset: {error}") from None
         raise
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is the folder of a run, whose pictures are grids and whose samples lie deeper."""
+    return (path / "checkpoints").is_dir() or (path / "config.json").is_file()
 
 
 def _open_array(path: Path, key: str | None) -> np.ndarray:

@@ -173,8 +173,10 @@ class TestRefused:
         with pytest.raises(ImagesError, match="neither a folder, nor an npz or npy file, nor a dataset"):
             open_images(tmp_path / "nix")
 
-    def test_a_run(self, tmp_path):
-        (tmp_path / "checkpoints").mkdir()
+    @pytest.mark.parametrize("content", ["checkpoints", "config.json"])
+    def test_a_run(self, tmp_path, content):
+        (tmp_path / content).mkdir() if content == "checkpoints" else (tmp_path / content).write_text("{}")
+        save_folder(tmp_path, noise(1), "samples/step_0000100.png")
         with pytest.raises(ImagesError, match="is a run; name images"):
             open_images(tmp_path)
 
