@@ -102,6 +102,17 @@ def to_public(model: DiT) -> State:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+def save_public(model: DiT, path: str | Path) -> None:
+    """Writes :func:`to_public` as safetensors.
+
+    Raises:
+        WeightsError: as :func:`to_public`.
+    """
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in to_public(model).items()}, path)
+
+
 def _public_config(state: Mapping[str, Tensor], num_heads: int | None) -> DiTConfig:
     first = _shape(state, "x_embedder.proj.weight", 4)
     hidden_size, in_channels, patch_size, _ = first
