@@ -117,6 +117,8 @@ def test_more_images_later_and_what_is_written_beside_them(run, tmp_path, capsys
     (folder,) = (run / "samples").glob("model-*")
     assert "9, of which 4 new" in capsys.readouterr().out
     assert Image.open(folder / "grid.png").size == (4 * 8, 2 * 8)
+    assert call("sample", run, "--num-images", 5, "--which", "model", "--batch-size", 3) == 0
+    assert len(list((run / "samples").glob("model-*"))) == 2, "a batch size that is asked for is a setting"
     with np.load(folder / "samples.npz") as content:
         assert content["arr_0"].shape == (9, 8, 8, 1) and content["arr_1"].tolist() == [0, 1, 2] * 3
 

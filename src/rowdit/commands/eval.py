@@ -325,7 +325,7 @@ def _sampled_run(
     data = None if loaded.decoder is not None else loaded.config.data.source
     _reference_of(options, data)  # asked for before hours of sampling
     job = sample_job(loaded, options.sampling, num_images)
-    folder = SampleFolder(default_folder(path, job))
+    folder = SampleFolder(default_folder(path, job, options.sampling))
     job = with_batch_size_of(folder, job, options.sampling, ranks)
     with bar("sampling", ranks.is_first) as progress:
         fill(folder, job, num_images, ranks=ranks, progress=progress)

@@ -136,11 +136,13 @@ def _decay_of(loaded: LoadedModel) -> float | None:
     return float(loaded.which.removeprefix("ema_")) if loaded.which.startswith("ema_") else None
 
 
-def default_folder(run: Path, job: SampleJob) -> Path:
-    """RUN/samples/ema-0000400-3fa9c1d2: equal settings have the same folder, others another. The batch size is none."""
+def default_folder(run: Path, job: SampleJob, options: SamplerOptions) -> Path:
+    """RUN/samples/ema-0000400-3fa9c1d2: equal settings have the same folder, others another. The batch size is one of
+    them where the user gave it."""
     from rowdit.evaluate.fingerprint import digest
 
-    fingerprint = {key: value for key, value in job.fingerprint().items() if key != "batch_size"}
+    left_out = ("batch_size",) if options.batch_size is None else ()
+    fingerprint = {key: value for key, value in job.fingerprint().items() if key not in left_out}
     which, step = fingerprint["model"]["which"], fingerprint["model"]["step"]
     home = run / "samples" if run.is_dir() else run.with_name(f"{run.stem}-samples")
     return home / f"{which.split(',')[0]}-{step:07d}-{digest(fingerprint)[:8]}"
@@ -181,7 +183,7 @@ def _check(options: SampleOptions) -> None:
 def _sample(options: SampleOptions, job: SampleJob, ranks: Ranks) -> None:
     from rowdit.evaluate.sample_folder import SampleFolder, fill, write_folder_grid, write_npz
 
-    folder = SampleFolder(options.out or default_folder(options.run, job))
+    folder = SampleFolder(options.out or default_folder(options.run, job, options.sampling))
     if options.fresh and ranks.is_first:
         folder.remove()
     job = with_batch_size_of(folder, job, options.sampling, ranks)
