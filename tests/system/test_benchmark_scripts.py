@@ -13,6 +13,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import reporting  # noqa: E402
 import sharded_step  # noqa: E402
+import step_share  # noqa: E402
 import train_step  # noqa: E402
 
 
@@ -115,3 +116,20 @@ def test_train_step_predicts_from_the_share() -> None:
     assert found["vanilla"]["share"] == pytest.approx(0.4)
     assert found["ours"]["less"] == pytest.approx(0.3)
     assert found["ours"]["predicted"] == pytest.approx(0.3)
+
+
+def test_step_share(capsys: pytest.CaptureFixture[str]) -> None:
+    step_share.main(["--preset", "toy", "--batch", "1", "--rounds", "1"])
+    printed = capsys.readouterr().out
+    for name in ("AdamW fused", "Muon", "K = 3"):
+        assert f"| {name} " in printed
+
+
+@pytest.mark.parametrize(("k3", "reached"), [(0.15, True), (0.2, False)])
+def test_step_share_judges_by_its_numbers(k3: float, reached: bool) -> None:
+    seconds = {"pass": [1.0], "AdamW fused": [0.1], "Muon": [0.4], "K = 3": [k3]}
+    options = step_share.parse(["--preset", "toy"])
+    data, text = step_share.report(seconds, num_flops=3_000_000, rate=1e7, options=options)
+    assert data["k3_share_over_adamw_share"] == pytest.approx(k3 / (1 + k3) / (0.1 / 1.1))
+    assert data["reached"] is reached and ("**not reached**" in text) is not reached
+    assert "can't be under about\n1.0 times AdamW's" in text
