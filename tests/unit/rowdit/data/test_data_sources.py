@@ -502,6 +502,19 @@ def test_parquet_that_isnt(tmp_path):
         open_dataset(f"parquet:{tmp_path / 'x.parquet'}", image_size=4)
 
 
+def test_a_folder_of_images_through_datasets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    spec = write_folder(tmp_path / "images" / "train", pets())
+    write_folder(tmp_path / "images" / "test", pets(4))
+    ours = open_dataset(f"hf:{tmp_path / 'images'}", image_size=4)
+    theirs = open_dataset(spec, image_size=4)
+    assert ours.class_names == theirs.class_names == ("cat", "dog")
+    for a, b in zip(everything(ours), everything(theirs), strict=True):
+        assert (a == b).all()
+    assert len(open_dataset(f"hf:{tmp_path / 'images'}", "reference", 4)) == 4
+
+
 def test_a_hub_name_that_cant_be_opened_is_one_line(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "empty").mkdir()
