@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rowdit import streams
 from rowdit.evaluate.extract import Extracted
 from rowdit.evaluate.frechet import FeatureStatistics, Moments
 from rowdit.evaluate.manifold import overlap
 from rowdit.evaluate.reference import (
     FRECHET,
     KERNEL,
-    MAX_STORED_FEATURES,
     Reference,
     check_fits,
+    fingerprint_of,
     frechet_from,
+    kept_features,
     kernel_from,
 )
 from rowdit.evaluate.score import Score
@@ -33,20 +32,12 @@ NUM_NEIGHBOURS, NUM_NEIGHBOURS_DENSITY = 3, 5
 
 
 def reference_of(extracted: Extracted) -> Reference:
-    """The reference that these features make: statistics of all, and at most MAX_STORED_FEATURES of them.
-
-    Which are kept is a random draw, for datasets are often sorted by class.
-    """
+    """The reference that these features make: statistics of all, and the features that it keeps."""
     num = len(extracted.features)
-    kept = np.sort(streams.permutation(0, "reference_features", 0, num)[:MAX_STORED_FEATURES])
     statistics = FeatureStatistics.from_features(extracted.features)
-    fingerprint = {
-        "dataset": extracted.dataset,
-        "image_shape": list(extracted.image_shape),
-        "num_images": num,
-        "network": extracted.network,
-    }
-    return Reference(statistics, extracted.features[torch.from_numpy(kept)].contiguous(), fingerprint)
+    features = extracted.features[torch.from_numpy(kept_features(num))].contiguous()
+    fingerprint = fingerprint_of(extracted.dataset, extracted.image_shape, num, extracted.network)
+    return Reference(statistics, features, fingerprint)
 
 
 def values(features: Tensor, reference: Reference, metrics: Sequence[str] = METRICS) -> dict[str, float]:

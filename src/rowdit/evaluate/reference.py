@@ -46,7 +46,7 @@ class Reference:
 
     Args:
         statistics: of all the images.
-        features: (N, D) float32 of the first images, at most MAX_STORED_FEATURES.
+        features: (N, D) float32 of the images, or of a random draw of MAX_STORED_FEATURES of them.
         fingerprint: network (with hash), dataset (with hash), image shape and number of images.
     """
 
@@ -85,12 +85,17 @@ class Reference:
 
 def reference_fingerprint(dataset: Dataset, network: FeatureNetwork, num_images: int | None = None) -> dict[str, Any]:
     """Return the fingerprint of the reference that `compute_reference` would make of the same arguments."""
-    return {
-        "dataset": dataset.fingerprint,
-        "image_shape": list(dataset.image_shape),
-        "num_images": _num_images(dataset, num_images),
-        "network": network.fingerprint(),
-    }
+    num_images = _num_images(dataset, num_images)
+    return fingerprint_of(dataset.fingerprint, dataset.image_shape, num_images, network.fingerprint())
+
+
+def fingerprint_of(
+    dataset: str, image_shape: tuple[int, ...], num_images: int, network: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a reference is of, and which of its features are kept where not all are."""
+    found = {"dataset": dataset, "image_shape": list(image_shape), "num_images": num_images, "network": dict(network)}
+    drawn = {"features": f"a random {MAX_STORED_FEATURES}"} if num_images > MAX_STORED_FEATURES else {}
+    return found | drawn
 
 
 def compute_reference(
@@ -103,17 +108,22 @@ def compute_reference(
     """
     num_images = _num_images(dataset, num_images)
     statistics = FeatureStatistics(network.dim)
+    kept = kept_features(num_images)
     stored: list[Tensor] = []
     for start in range(0, num_images, IMAGES_PER_FETCH):
         stop = min(start + IMAGES_PER_FETCH, num_images)
         features = _features_of(dataset, network, np.arange(start, stop))
         statistics.update(features)
-        if start < MAX_STORED_FEATURES:
-            stored.append(features)
+        stored.append(features[torch.from_numpy(kept[(kept >= start) & (kept < stop)] - start)])
         if progress is not None:
             progress(stop, num_images)
-    features = torch.cat(stored)[:MAX_STORED_FEATURES]
-    return Reference(statistics, features, reference_fingerprint(dataset, network, num_images))
+    return Reference(statistics, torch.cat(stored), reference_fingerprint(dataset, network, num_images))
+
+
+def kept_features(num_images: int) -> np.ndarray:
+    """Which images' features a reference keeps: all, or a random draw of MAX_STORED_FEATURES in their order, for
+    datasets are often sorted by class."""
+    return np.sort(streams.permutation(0, "reference_features", 0, num_images)[:MAX_STORED_FEATURES])
 
 
 def load_or_compute_reference(

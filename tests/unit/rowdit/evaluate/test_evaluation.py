@@ -18,7 +18,7 @@ from rowdit.evaluate.images import ArrayImages, DatasetImages, FolderImages
 from rowdit.evaluate.manifold import overlap
 from rowdit.evaluate.networks import open_network, published_weights
 from rowdit.evaluate.ranks import Ranks
-from rowdit.evaluate.reference import Reference, published_moments
+from rowdit.evaluate.reference import Reference, compute_reference, published_moments
 
 
 class Moments:
@@ -242,11 +242,15 @@ class TestScores:
 
     def test_what_is_kept_of_many_features_is_a_random_draw(self, tmp_path, monkeypatch):
         """A dataset sorted by class: its first images would be of the first classes alone."""
-        monkeypatch.setattr("rowdit.evaluate.evaluation.MAX_STORED_FEATURES", 100)
-        real = take(images(2000), tmp_path)
-        kept = reference_of(real).features
+        monkeypatch.setattr("rowdit.evaluate.reference.MAX_STORED_FEATURES", 100)
+        source = images(2000)
+        real = take(source, tmp_path)
+        reference = reference_of(real)
         expected = np.sort(streams.permutation(0, "reference_features", 0, 2000)[:100])
-        assert torch.equal(kept, real.features[torch.from_numpy(expected)]) and expected[-1] > 1900
+        assert torch.equal(reference.features, real.features[torch.from_numpy(expected)]) and expected[-1] > 1900
+        assert reference.fingerprint["features"] == "a random 100"
+        other_way = compute_reference(source.dataset, Moments())
+        assert torch.equal(other_way.features, reference.features) and other_way.hash == reference.hash
 
 
 def test_networks_by_name(tmp_path, monkeypatch):
