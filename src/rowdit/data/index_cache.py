@@ -33,7 +33,8 @@ def cached_arrays(kind: str, files: Sequence[Path], make: Callable[[], dict[str,
     for file in files:
         status = file.stat()
         digest.update(f"\n{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
-    path = cache_root() / "index" / f"{kind}-{digest.hexdigest()[:32]}.safetensors"
+    name = kind.partition("-")[0]  # what follows may hold any characters
+    path = cache_root() / "index" / f"{name}-{digest.hexdigest()[:32]}.safetensors"
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -328,13 +328,16 @@ def test_bad_images_are_looked_for_once(tmp_path, source, monkeypatch):
     assert len(open_dataset(spec, image_size=4, bad_images="skip")) == 10
 
 
-def test_labels_in_json_and_keys(tmp_path):
+def test_labels_in_json_and_keys(tmp_path, cache):
     spec = write_tar(tmp_path / "a", pets(), label="label")
     assert open_dataset(spec, image_size=4).labels.tolist() == [0] * 5 + [1] * 5
     spec = write_tar(tmp_path / "b", pets(), label="kind")
     with pytest.raises(DataError, match=r"000: its \.json has None as label, not a number; name .* by label_key"):
         open_dataset(spec, image_size=4)
     assert open_dataset(spec, image_size=4, label_key="kind").labels.tolist() == [0] * 5 + [1] * 5
+    spec = write_tar(tmp_path / "c", pets(), label="a/b")
+    assert open_dataset(spec, image_size=4, label_key="a/b").labels.tolist() == [0] * 5 + [1] * 5
+    assert list((cache / "rowdit" / "index").glob("tar1-*.safetensors"))
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> str:
