@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -31,7 +32,7 @@ from rowmuon.layout import Layout, local_tensor
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
 from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan
 from rowmuon.process_groups import ProcessGroups, check_process_group
-from rowmuon.runtime import Runtime, all_finite
+from rowmuon.runtime import Phase, Runtime, all_finite
 from rowmuon.shards import Hyper, Shard, make_shard
 from rowmuon.state import adapt_state_dict, finish_loading, init_state
 from rowmuon.traffic import Traffic
@@ -96,6 +97,7 @@ class PeriodicRowMuon(Optimizer):
         ['refresh', 'row', 'row', 'refresh']
     """
 
+    phase: Phase = nullcontext  # may be set to what times or traces the parts of a step, see `rowmuon.runtime.Phase`
     _is_set_up = False
     _needs_process_group = False
 
@@ -312,7 +314,7 @@ class PeriodicRowMuon(Optimizer):
         plan = self._plan(muon)
         counts = self.traffic[_kind([due for *_, due in muon])]
         counts.num_steps += 1
-        self._runtime.execute(plan, shards, counts, fill=self._step_adamw)
+        self._runtime.execute(plan, shards, counts, fill=self._step_adamw, phase=self.phase)
         for shard in shards:
             shard.write_back()
         for parameter, _, _ in muon:

@@ -8,8 +8,9 @@ Every rank issues the same collectives in the same order, whatever it holds and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,11 @@ from rowmuon.shards import (
 )
 from rowmuon.traffic import StepTraffic
 
-__all__ = ["Runtime", "add_over", "all_finite"]
+__all__ = ["Phase", "Runtime", "add_over", "all_finite"]
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+"""Entered around the parts of a step with their names, for a stop-watch or a profiler: "gather" (packing, sending,
+waiting for and applying what a refresh moves), "newton_schulz", "row_step" and "adamw". They never nest."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +95,37 @@ class Runtime:
     # ------------------------------------------------------------------------------------------------ the step
 
     def execute(
-        self, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic, fill: Callable[[], None] | None = None
+        self,
+        plan: StepPlan,
+        shards: Sequence[Shard],
+        counts: StepTraffic,
+        fill: Callable[[], None] | None = None,
+        phase: Phase = nullcontext,
     ) -> None:
         """One step of all Muon parameters; ``fill`` is other local work, run while the first bucket is on its way."""
-        sums = self._start_split_rows(plan, shards, counts)
         buckets = plan.buckets
-        arriving = self._send_ahead(buckets, 0, shards, counts)
+        with phase("row_step"):
+            sums = self._start_split_rows(plan, shards, counts)
+        with phase("gather"):
+            arriving = self._send_ahead(buckets, 0, shards, counts)
         if fill is not None:
-            fill()
-        self._whole_rows(plan, shards)
-        while sums:
-            sums.pop(0)()  # and its buffers go
+            with phase("adamw"):
+                fill()
+        with phase("row_step"):
+            self._whole_rows(plan, shards)
+            while sums:
+                sums.pop(0)()  # and its buffers go
         returning: list[_Flight] = []
         for i, bucket in enumerate(buckets):
-            flight = arriving or self._send_out(bucket, shards, counts)
-            arriving = self._send_ahead(buckets, i + 1, shards, counts)
-            self._orthogonalize(flight, plan, shards, counts)
+            with phase("gather"):
+                flight = arriving or self._send_out(bucket, shards, counts)
+                arriving = self._send_ahead(buckets, i + 1, shards, counts)
+            self._orthogonalize(flight, plan, shards, counts, phase)
             returning.append(flight)
-            self._land(returning, shards, counts, in_flight=1)
-        self._land(returning, shards, counts, in_flight=0)
+            with phase("gather"):
+                self._land(returning, shards, counts, in_flight=1)
+        with phase("gather"):
+            self._land(returning, shards, counts, in_flight=0)
 
     def _land(self, returning: list[_Flight], shards: Sequence[Shard], counts: StepTraffic, in_flight: int) -> None:
         """Applies what has come home, but leaves the youngest flights under way while the next bucket is computed."""
@@ -188,41 +205,47 @@ class Runtime:
         flight.buffers.append(send)
         return flight
 
-    def _orthogonalize(self, flight: _Flight, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic) -> None:
+    def _orthogonalize(
+        self, flight: _Flight, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic, phase: Phase
+    ) -> None:
         """Puts a bucket's matrices together, orthogonalises them, and sends every rank its rows."""
         bucket, route = flight.bucket, flight.route
-        received = flight.wait()
-        stack = assemble(bucket, route, received)
-        del received
+        with phase("gather"):
+            received = flight.wait()
+            stack = assemble(bucket, route, received)
+            del received
         coefficients, eps, dtype = plan.entries[bucket.matrices[0].entry].kernel
         counts.num_orthogonalizations += stack.shape[0]
         if stack.shape[0]:
             out = stack if stack.dtype == dtype else None
-            stack = newton_schulz(stack, coefficients, eps=eps, dtype=dtype, out=out)
+            with phase("newton_schulz"):
+                stack = newton_schulz(stack, coefficients, eps=eps, dtype=dtype, out=out)
             del out
-        if bucket.kind != "exchange":
-            slot = {position: i for i, position in enumerate(route.owned)}
-            for piece in route.home:
-                matrix = bucket.matrices[piece.matrix]
-                apply_part(shards[matrix.entry], piece.box, stack[slot[piece.matrix]][piece.box.slices(matrix.box)[1:]])
-            return
-        home_numel = sum(piece.numel for piece in route.home)
-        numel = max([home_numel, *(share.start + share.count for share in route.shares)])
-        if needs_exchange(bucket):
-            send = disassemble(bucket, route, stack)
-            del stack
-            flight.received = self._empty(numel, bucket, shards)
-            flight.work = self._all_to_all(
-                flight.received[:home_numel], send, route.send_counts, route.recv_counts, route.group, counts
-            )
-            flight.buffers.append(send)
-            flight.sharing_is_due = bool(route.shares)  # none if this rank has no rows: then no replica of it has
-        else:
-            flight.received = self._empty(numel, bucket, shards)
-            flight.received[:home_numel].copy_(stack.flatten())
-            del stack
-            if route.shares:
-                self._start_sharing(flight, counts)
+        with phase("gather"):
+            if bucket.kind != "exchange":
+                slot = {position: i for i, position in enumerate(route.owned)}
+                for piece in route.home:
+                    matrix = bucket.matrices[piece.matrix]
+                    part = stack[slot[piece.matrix]][piece.box.slices(matrix.box)[1:]]
+                    apply_part(shards[matrix.entry], piece.box, part)
+                return
+            home_numel = sum(piece.numel for piece in route.home)
+            numel = max([home_numel, *(share.start + share.count for share in route.shares)])
+            if needs_exchange(bucket):
+                send = disassemble(bucket, route, stack)
+                del stack
+                flight.received = self._empty(numel, bucket, shards)
+                flight.work = self._all_to_all(
+                    flight.received[:home_numel], send, route.send_counts, route.recv_counts, route.group, counts
+                )
+                flight.buffers.append(send)
+                flight.sharing_is_due = bool(route.shares)  # none if this rank has no rows: then no replica of it has
+            else:
+                flight.received = self._empty(numel, bucket, shards)
+                flight.received[:home_numel].copy_(stack.flatten())
+                del stack
+                if route.shares:
+                    self._start_sharing(flight, counts)
 
     def _start_sharing(self, flight: _Flight, counts: StepTraffic) -> None:
         """Begins to pass what this replica has orthogonalised on to the other replicas."""

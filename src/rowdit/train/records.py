@@ -2,7 +2,8 @@
 
 A row of `log.jsonl`: step, images_seen, loss and grad_norm of the whole batch, lr, kind (of the optimizer's step:
 refresh, row, mixed, adamw, or skipped), and of the main rank's time, in seconds: `seconds` the whole, of which data,
-forward, backward, optimizer and ema. Rows of a file that lie after the last checkpoint are dropped at a resume.
+forward, backward, optimizer (of which gather, newton_schulz and row_step) and ema. Rows of a file that lie after the
+last checkpoint are dropped at a resume.
 """
 
 from __future__ import annotations

@@ -39,7 +39,9 @@ class StepResult:
     """What a step did. `seconds` is the whole step on this rank, and of it `optimizer_seconds` the optimizer's own.
 
     The other parts are those of the forward and backward passes and of the averages; clipping and the draws are the
-    rest. A gradient that travels during the backward pass counts there.
+    rest. A gradient that travels during the backward pass counts there. Of the optimizer's seconds, `gather_seconds` are
+    what a refresh takes for packing, sending, waiting and applying (0 for AdamW, as the next two), and
+    `newton_schulz_seconds` and `row_step_seconds` what they say.
     """
 
     loss: float
@@ -51,6 +53,9 @@ class StepResult:
     forward_seconds: float
     backward_seconds: float
     ema_seconds: float
+    gather_seconds: float = 0.0
+    newton_schulz_seconds: float = 0.0
+    row_step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def train_step(state: TrainState, batch: Batch, config: RunConfig, world: World 
     limit = float("inf") if config.train.skip_grad_norm is None else config.train.skip_grad_norm
     if grad_norm < float("inf") and grad_norm <= limit:  # both False for NaN
         kind = step_kind(state.optimizer)
+        if isinstance(state.optimizer, rowmuon.PeriodicRowMuon):
+            state.optimizer.phase = phases
         with phases("optimizer"):
             state.optimizer.step()
         with phases("ema"):
@@ -127,6 +134,7 @@ def train_step(state: TrainState, batch: Batch, config: RunConfig, world: World 
         forward_seconds=seconds["forward"],
         backward_seconds=seconds["backward"],
         ema_seconds=seconds.get("ema", 0.0),
+        **{f"{name}_seconds": seconds.get(name, 0.0) for name in ("gather", "newton_schulz", "row_step")},
     )
 
 

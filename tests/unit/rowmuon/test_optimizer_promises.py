@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -339,3 +341,30 @@ def test_any_strides(kind: str, period: int | None) -> None:
 
 def test_mixed_groups_helper_routes_by_ndim() -> None:
     assert [group["algorithm"] for group in mixed_groups(make_params(SHAPES))] == ["muon", "adamw"]
+
+
+def test_phase_is_entered_around_each_part_of_a_step_and_never_nests() -> None:
+    params = make_params([(8, 6), (6, 6), (3,)])
+    opt = mixed_optimizer(params, period=2)
+    seen: list[list[str]] = []
+    inside = []
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        assert not inside, f"{name} within {inside}"
+        inside.append(name)
+        seen[-1].append(name)
+        yield
+        inside.pop()
+
+    opt.phase = phase
+    for step in range(2):
+        seen.append([])
+        give_grads(params, step)
+        opt.step()
+    assert set(seen[0]) == {"gather", "newton_schulz", "adamw", "row_step"}
+    assert "newton_schulz" not in seen[1] and {"row_step", "adamw"} <= set(seen[1])
+    copied = copy.deepcopy(opt)
+    give_grads([p for group in copied.param_groups for p in group["params"]], 2)
+    copied.step()  # a stop-watch belongs to one optimizer
+    assert len(seen) == 2 and pickle.loads(pickle.dumps(opt)).phase is contextlib.nullcontext

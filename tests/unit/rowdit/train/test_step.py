@@ -235,3 +235,15 @@ def test_a_gradient_that_explodes_is_skipped_too() -> None:
         if kind == "skipped":
             _assert_same(_snapshot(state), good)
             assert (state.num_skipped, state.num_updates, state.step) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_of_an_optimizer_step_are_timed(name: str) -> None:
+    config = toy_config(name)
+    state = build_state(config)
+    results = [train_step(state, _batch(8 * i), config) for i in range(2)]
+    for result in results:
+        parts = (result.gather_seconds, result.newton_schulz_seconds, result.row_step_seconds)
+        assert sum(parts) <= result.optimizer_seconds <= result.seconds
+        assert (result.newton_schulz_seconds > 0) == (result.kind == "refresh")
+        assert (result.row_step_seconds > 0) == (name != "adamw")
