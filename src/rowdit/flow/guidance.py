@@ -84,7 +84,9 @@ def guided_velocity(
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         if interval is not None and not interval[0] <= float(t) <= interval[1]:
             return model(x, t.expand(len(x)), y)
-        v_class, v_null = model(torch.cat([x, x]), t.expand(2 * len(x)), both).chunk(2)
+        v = model(torch.cat([x, x]), t.expand(2 * len(x)), both)
+        # Under autocast v comes in bfloat16, and the difference of two of them is mostly rounding.
+        v_class, v_null = v.to(torch.promote_types(v.dtype, x.dtype)).chunk(2)
         return torch.lerp(v_null, v_class, scale)
 
     return velocity

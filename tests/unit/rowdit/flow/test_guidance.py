@@ -61,6 +61,19 @@ def test_scales_that_mean_nothing_are_refused(scale):
         guided_velocity(Model(), Y, scale, NUM_CLASSES)
 
 
+def test_velocities_in_bfloat16_are_combined_in_the_states_precision(x):
+    """1 + 2.3 / 128 lies between two numbers of bfloat16, whose spacing there is 1 / 128."""
+
+    def model(x, t, y):
+        v = torch.where(y == NUM_CLASSES, 1.0, 1 + 2.0**-7).to(torch.bfloat16)
+        return v.view(-1, 1, 1, 1).expand_as(x)
+
+    got = guided_velocity(model, Y, 2.3, NUM_CLASSES)(x, torch.tensor(0.5))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, torch.full_like(x, 1 + 2.3 * 2.0**-7), rtol=1e-6, atol=0)
+    assert guided_velocity(model, Y, 2.3, NUM_CLASSES)(x.bfloat16(), torch.tensor(0.5)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_guidance_in_an_interval_only(x, scale):
     model = Model()
