@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor, nn
 
 import rowmuon
 from ranks.pool import RankPool, device_type
-from rowdit.data import batch_at
-from rowdit.models.parallel import ParallelConfig
+from rowdit.commands.monitor import GOLDEN, Monitor
+from rowdit.data import batch_at, to_uint8
+from rowdit.models.parallel import ParallelConfig, resharded
 from rowdit.train import checkpoint
 from rowdit.train.config import ConfigError, OptimizerConfig, RunConfig
 from rowdit.train.log import read_jsonl
@@ -320,6 +322,39 @@ def test_bf16_computes_over_fp32_weights(world_size: int, ranks: Ranks) -> None:
     for bf16_loss, dtypes, finite in ranks(world_size).run(bf16_here, config):
         assert dtypes == {"torch.float32"} and finite
         assert bf16_loss == pytest.approx(loss, rel=0.02)  # bf16 keeps 8 bits
+
+
+class Pixels:
+    """Stands for an autoencoder of which the images are their own latents."""
+
+    def decode(self, x: Tensor) -> Tensor:
+        return to_uint8(x).cpu()
+
+
+def monitor_here(folder: str, config: RunConfig) -> dict[str, Any]:
+    world = world_here(config)
+    state = build_state(config, exact, world=world)
+    monitor = Monitor(config, toy_dataset(num_images=15, seed=1), Path(folder), world, decoder=Pixels())  # type: ignore[arg-type]
+    with resharded(state.model):
+        return monitor(state.model, 7)
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_what_is_measured_meanwhile_is_the_same_on_four_ranks(world_size: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Fifteen held-out images on four ranks: the last has one less, and all must call the model equally often."""
+    config = toy_config("adamw")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, source="latents:absent"))
+    alone = monitor_here(str(tmp_path / "one"), config)
+    many, *others = ranks(world_size).run(monitor_here, str(tmp_path / "many"), config)
+    assert [row["val_loss"] for row in others] == [many["val_loss"]] * 3
+    assert many["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
+    assert many["val_loss_by_t"] == pytest.approx(alone["val_loss_by_t"], rel=1e-6)
+    weights = np.bincount((np.arange(15) * GOLDEN % 1 * 4).astype(int))  # of the fifteen times, in each quarter
+    mean = sum(w * v for w, v in zip(weights, alone["val_loss_by_t"].values(), strict=True)) / 15
+    assert alone["val_loss"] == pytest.approx(mean, rel=1e-6)
+    grids = [np.asarray(Image.open(tmp_path / name / many["grid"])) for name in ("one", "many")]
+    assert many["grid"] == alone["grid"] == "samples/step_0000007.png"
+    assert grids[0].shape == (16, 24) and np.abs(grids[0].astype(int) - grids[1]).max() <= 1
 
 
 def refused_here(config: RunConfig, folder: str) -> str:
