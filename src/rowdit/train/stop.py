@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+SAME_SECONDS = 2.0
 
 
 class Interrupted(BaseException):
@@ -14,7 +17,10 @@ class Interrupted(BaseException):
 
 
 class StopRequest:
-    """Within the context, the first SIGINT or SIGTERM only sets a flag; a second one interrupts at once.
+    """Within the context, the first SIGINT or SIGTERM only sets a flag; a later one interrupts at once.
+
+    What comes within `SAME_SECONDS` of the first is the same request: a cluster's scheduler signals every process, and
+    torchrun passes the signal on to those that have had it already.
 
     Args:
         also: asked too; a parent process may want this one to stop.
@@ -26,13 +32,13 @@ class StopRequest:
     """
 
     def __init__(self, also: Callable[[], bool] = lambda: False) -> None:
-        self._signalled = False
+        self._signalled: float | None = None
         self._also = also
         self._previous: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
-        return self._signalled or self._also()
+        return self._signalled is not None or self._also()
 
     def check(self) -> None:
         """Raises `Interrupted` if a stop was requested."""
@@ -51,6 +57,8 @@ class StopRequest:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._signalled:
+        now = time.monotonic()
+        if self._signalled is None:
+            self._signalled = now
+        elif now - self._signalled > SAME_SECONDS:
             raise KeyboardInterrupt
-        self._signalled = True
