@@ -135,7 +135,9 @@ Ranks = Callable[[int], RankPool]
         (2, FSDP, None, "periodic"),
         (2, FSDP, 1, "adamw"),
         (2, MEMORY_SAVING, 1, "periodic"),
+        (2, HSDP, 2, "periodic"),  # whole copies, as DDP has them
         (4, HSDP, 1, "periodic"),
+        pytest.param(8, ParallelConfig(replicas=4), 1, "periodic", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_and_micro_batches_change_nothing(

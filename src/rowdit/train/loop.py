@@ -108,7 +108,7 @@ def train(
     for change in check_same_run(folder, config, dataset, allow_changes=allow_changes):
         progress.message(f"changed: {change}")
     ended = world.share(read_outcome(folder))
-    if ended and not _may_go_on(ended, config):
+    if ended and not _may_go_on(ended, config, allow_changes):
         return ended
     if world.is_main:
         (folder / "finished.json").unlink(missing_ok=True)
@@ -119,6 +119,8 @@ def train(
     state = build_state(config, build, world=world, draw_weights=not last)
     if last:
         checkpoint.load(last, state, world)
+    if ended:
+        state.num_skipped_in_row = 0
     progress.start_run(folder.name, state.step)
     steps, batch_size = config.train.steps, config.train.batch_size
     evaluation_steps = _evaluation_steps(config) if evaluate else set()
@@ -158,9 +160,11 @@ def train(
     return _finish(folder, state, records.train_seconds, diverged, world)
 
 
-def _may_go_on(ended: Outcome, config: RunConfig) -> bool:
-    """A run that finished goes on if it was made longer."""
-    return ended.status == "finished" and ended.step < config.train.steps
+def _may_go_on(ended: Outcome, config: RunConfig, allow_changes: bool) -> bool:
+    """A run that finished goes on if it was made longer, and one that diverged if something may be different now."""
+    if ended.status == "diverged":
+        return allow_changes
+    return ended.step < config.train.steps
 
 
 def _evaluation_steps(config: RunConfig) -> set[int]:

@@ -21,7 +21,7 @@ HARMLESS = (
     "parallel.",
 )
 """What may always change: where and how the same numbers are computed, kept and read."""
-ESSENTIAL = ("model.", "train.seed", "optimizer.name", "optimizer.adaln", "train.ema_decay", "train.ema_decays")
+ESSENTIAL = ("model.", "train.seed", "optimizer.name", "optimizer.adaln", "train.ema_decay", "train.ema_stds")
 """What can't change: the state would fit no longer, or the stream of data would be another one."""
 
 

@@ -76,11 +76,26 @@ def test_longer_and_slower_if_it_is_allowed(tmp_path: Path) -> None:
         toy_config("muon"),
         toy_config(seed=5),
         toy_config(ema_decays=(0.5,)),
+        toy_config(ema_stds=(0.1,)),
     ],
 )
 def test_what_the_state_would_not_fit_is_refused_even_then(changed: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds another run"):
         check_same_run(_written(tmp_path, toy_config()), changed, allow_changes=True)
+
+
+def test_a_run_that_diverged_goes_on_from_its_last_good_state(tmp_path: Path) -> None:
+    """T13: with a lower learning rate, if that is allowed; the skipped steps before don't count against it."""
+    wild = with_optimizer(toy_config("adamw", max_skipped_in_row=2, grad_clip=None, warmup_steps=0), lr=1e37)
+    outcome = train(wild, toy_dataset(), tmp_path)
+    assert outcome.status == "diverged" and outcome.step < 12
+    assert train(wild, toy_dataset(), tmp_path) == outcome
+    state, values = saved_state(tmp_path)
+    assert values["num_skipped_in_row"] == 2
+    bounded = with_optimizer(toy_config("adamw", max_skipped_in_row=2, grad_clip=None, warmup_steps=0), lr=0.0)
+    again = train(bounded, toy_dataset(), tmp_path, allow_changes=True)
+    # Its weights are still the wild ones, so it ends alike, but only after two more steps.
+    assert again.status == "diverged" and again.step == outcome.step + 2
 
 
 def test_other_data_is_a_change_like_a_learning_rate(tmp_path: Path) -> None:
