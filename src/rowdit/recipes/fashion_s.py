@@ -6,7 +6,7 @@
 
 model     S with patches of 4 pixels: 49 tokens, 12 blocks of width 384, 32.5 M parameters
 machine   one GPU
-gave      not run to its end; its first steps run in the tests
+gave      not run to its end; a test takes its first steps on the bundled images
 
 Learning rates and `row_scale` are those that `quickstart` was tuned to, lowered with the width; nobody has tuned them
 at this size.

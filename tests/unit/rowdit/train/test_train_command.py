@@ -41,6 +41,14 @@ def test_recipes_of_single_runs(name: str) -> None:
     assert changed.parallel.param_dtype == "bfloat16" and changed.optimizer.period == 5
 
 
+@pytest.mark.slow
+def test_first_steps_of_fashion_s(tmp_path: Path) -> None:
+    arguments = ["--data.source", "bundled", "--train.batch-size", "8", "--train.steps", "4", "--no-evaluate"]
+    assert main(["train", "fashion_s", "--out", str(tmp_path), *arguments]) == 0
+    rows = read_jsonl(tmp_path / "log.jsonl")
+    assert [row["kind"] for row in rows] == ["refresh", "row", "row", "refresh"] and rows[-1]["loss"] < 2
+
+
 def test_train_says_where_parameters_go_and_what_it_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
