@@ -71,7 +71,7 @@ def _headline() -> dict[str, Entry]:
     return {
         "adamw": Entry(ADAMW_LRS, axes={"betas": betas}),
         "muon": Entry(MUON_LRS, axes={"adamw_lr": (1.5e-3, 6e-3), "momentum": (0.9, 0.97)}),
-        "periodic": Entry(MUON_LRS, axes={"adamw_lr": (1.5e-3, 6e-3), "row_scale": (0.125, 0.5)}),
+        "periodic": Entry(MUON_LRS, axes={"momentum": (0.9, 0.97), "row_scale": (0.125, 0.5)}),
     }
 
 
