@@ -36,16 +36,16 @@ ROW_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.002 * TOLERANCE[torch.bf
 def run_grid(layout: str, refresh: str, dtype: torch.dtype, settings: dict) -> None:
     params = build(EVERY_SHAPE, layout)
     optimizer = optimizer_on(params, EVERY_SHAPE, layout, refresh=refresh, ns_dtype=dtype, comm_dtype=dtype, **settings)
-    before = full_of(params)
+    before = full_of(params, on_rank=0)
     for step in range(NUM_STEPS):
         give_gradients(params, EVERY_SHAPE, step)
-        kind, num_collectives = counted_step(optimizer)
+        kind, num_collectives = counted_step(optimizer, watched=step in (1, 3))  # a row step and a refresh
         assert kind == ("row" if step % 3 else "refresh")
         if kind == "row":
             assert num_collectives == num_row_collectives(layout)
         assert_same_bits_on_replicas(params)
-        after = full_of(params)
-        if dist.get_rank() == 0:  # what is full here is full everywhere, and the reference takes its time
+        after = full_of(params, on_rank=0)  # what is full here is full everywhere: replicas have the same bits
+        if dist.get_rank() == 0:
             compare_updates(before, after, step, kind, dtype)
         before = after
 

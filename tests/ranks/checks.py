@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple
 from typing import Any
 
@@ -31,11 +32,12 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-300))
 
 
-def counted_step(optimizer: rowmuon.PeriodicRowMuon, num_left_out: int = 0) -> tuple[str, int]:
+def counted_step(optimizer: rowmuon.PeriodicRowMuon, num_left_out: int = 0, *, watched: bool = True) -> tuple[str, int]:
     """One step; what it has counted must be what its plan says and what torch has seen of it.
 
     Args:
         num_left_out: matrices that are whole on this rank but have no gradient: nobody waits for them in a refresh.
+        watched: whether torch counts too, which takes as long as the step itself.
 
     Returns:
         The kind of step, and the number of its collectives.
@@ -44,8 +46,8 @@ def counted_step(optimizer: rowmuon.PeriodicRowMuon, num_left_out: int = 0) -> t
     rank = dist.get_rank()
     plan = optimizer._plan(optimizer._muon_params())
     before = {name: astuple(counts) for name, counts in optimizer.traffic.items()}
-    compares = not optimizer._compared
-    with CommDebugMode() as seen:
+    # Comparing the plans is counted by torch, and no part of a step's traffic.
+    with CommDebugMode() if watched and optimizer._compared else nullcontext() as seen:
         optimizer.step()
     found = {
         name: tuple(a - b for a, b in zip(astuple(counts), before[name], strict=True))
@@ -56,7 +58,7 @@ def counted_step(optimizer: rowmuon.PeriodicRowMuon, num_left_out: int = 0) -> t
     assert found[kind] == planned, f"{kind} step: counted {found[kind]}, planned {planned}"
     for name, counts in found.items():
         assert name == kind or counts == (0, 0, 0, 0), f"{kind} step counted as {name}: {counts}"
-    if not compares:  # comparing the plans is counted by torch, and no part of a step's traffic
+    if seen is not None:
         assert seen.get_total_counts() == planned[1], f"torch saw {dict(seen.get_comm_counts())}, planned {planned[1]}"
     return kind, planned[1]
 

@@ -95,8 +95,8 @@ def full(tensor: Tensor) -> Tensor:
     return full_of({"": tensor})[""]
 
 
-def full_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of whole tensors, on the CPU, by one exchange of objects.
+def full_of(tensors: Mapping[str, Tensor], *, on_rank: int | None = None) -> dict[str, Tensor]:
+    """Copies of whole tensors, on the CPU, by one exchange of objects; on one rank alone if asked, and else nothing.
 
     Not by `full_tensor()`: torch 2.13 can't gather an uneven strided shard that leaves a rank without rows.
     """
@@ -105,7 +105,13 @@ def full_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if mine:
         indices = {n: _indices(t.device_mesh, t.placements, tuple(t.shape)) for n, t in tensors.items() if n in mine}
         parts = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(parts, {n: (indices[n], part) for n, part in mine.items()})
+        told = {n: (indices[n], part) for n, part in mine.items()}
+        if on_rank is None:
+            dist.all_gather_object(parts, told)
+        else:
+            dist.gather_object(told, parts if dist.get_rank() == on_rank else None, dst=on_rank)
+    if on_rank not in (None, dist.get_rank()):
+        return {}
     out = {}
     for name, tensor in tensors.items():
         if name not in mine:
