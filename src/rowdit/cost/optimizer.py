@@ -36,12 +36,12 @@ class StepCost:
         """None: a step that isn't Muon's."""
         if plan is None or not plan.entries:
             return StepCost(Spread(0.0, 0), Spread(0.0, 0), 0, 0, 0)
-        ranks = traffic.representative_ranks(plan)
+        ranks = traffic.representative_ranks(plan, at_most=16)
         return StepCost(
             Spread.of(traffic.bytes_sent(plan)),
             Spread.of(traffic.flops(plan)),
             max(map(plan.num_collectives, ranks)),
-            max(map(plan.num_orthogonalizations, ranks)),
+            traffic.most_orthogonalizations(plan),
             max(map(plan.peak_bytes, ranks)),
         )
 

@@ -149,9 +149,20 @@ def _all_to_all(bucket: Bucket, group: tuple[int, ...]) -> dict[tuple[int, int],
     return sent
 
 
+def most_orthogonalizations(plan: StepPlan) -> int:
+    """`plan.num_orthogonalizations(rank)` of the rank with most."""
+    grid = plan.entries[0].layout.grid
+    if grid is None:
+        return plan.num_orthogonalizations(0)
+    counts = [owned_counts(bucket) for bucket in plan.buckets]
+    return max((sum(of_rank) for of_rank in zip(*counts, strict=True)), default=0)
+
+
 def representative_ranks(plan: StepPlan, at_most: int = 64) -> list[int]:
-    """All ranks of up to ``at_most``; of more, one of each kind: equal shapes held, and as many matrices owned in every
-    bucket. Ranks of a kind may still differ a little in when their pieces come, so in their peak memory.
+    """All ranks of up to ``at_most``; of more, as many of different kinds, those that hold and own most first.
+
+    Ranks of a kind hold equal shapes and own as many matrices of every bucket. They may still differ a little in when
+    their pieces come, so in their peak memory.
     """
     grid = plan.entries[0].layout.grid
     if grid is None:
@@ -160,11 +171,13 @@ def representative_ranks(plan: StepPlan, at_most: int = 64) -> list[int]:
         return list(grid.ranks)
     held = [_held_numbers(layout) for layout in {entry.layout for entry in plan.entries}]
     owned = [owned_counts(bucket) for bucket in plan.buckets]
-    kinds: dict[tuple, int] = {}
+    kinds: dict[tuple, tuple[int, int]] = {}
     for position, rank in enumerate(grid.ranks):
         kind = (*(numbers[position] for numbers in held), *(counts[position] for counts in owned))
-        kinds.setdefault(kind, rank)
-    return list(kinds.values())
+        size = sum(kind[: len(held)])
+        size += sum(c[position] * bucket.matrix_numel for c, bucket in zip(owned, plan.buckets, strict=True))
+        kinds.setdefault(kind, (-size, rank))
+    return [rank for _, rank in sorted(kinds.values())[:at_most]]
 
 
 def _held_numbers(layout: Layout) -> list[int]:
