@@ -6,13 +6,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["machine", "machine_line", "matmul_rate", "synchronize"]
+__all__ = ["Product", "best_product", "machine", "machine_line", "matmul_rate", "synchronize"]
 
 
 def machine(device: str = "cpu") -> dict[str, object]:
@@ -42,35 +43,49 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def matmul_rate(hidden: int, device: str, dtype: torch.dtype = torch.bfloat16, num_rounds: int = 5) -> float:
-    """FLOP/s of the best of the products that orthogonalising a DiT block's matrices consists of.
+@dataclass(frozen=True)
+class Product:
+    """out = a b, (m, k) by (k, n)."""
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+
+    @property
+    def num_flops(self) -> int:
+        return 2 * self.a.shape[0] * self.a.shape[1] * self.b.shape[1]
+
+    def seconds(self, num_flops: float) -> float:
+        """Time that `num_flops` take, one product after another; scaled from a whole number of them."""
+        repeats = max(1, round(num_flops / self.num_flops))
+        synchronize(self.a.device.type)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            torch.mm(self.a, self.b, out=self.out)
+        synchronize(self.a.device.type)
+        return (time.perf_counter() - start) * num_flops / (repeats * self.num_flops)
+
+
+def best_product(hidden: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Product:
+    """The fastest of the products that orthogonalising a DiT block's matrices consists of.
 
     These are h x h by h x h and, for an MLP weight, h x h by h x 4h and h x 4h by its transpose.
     """
     square = torch.randn(hidden, hidden, device=device).to(dtype)
     wide = torch.randn(hidden, 4 * hidden, device=device).to(dtype)
-    products: list[tuple[Tensor, Tensor]] = [(square, square), (square, wide), (wide, wide.mT)]
-    outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in products]
-
-    def rate(a: Tensor, b: Tensor, out: Tensor) -> float:
-        def multiply() -> None:
-            torch.mm(a, b, out=out)
-
-        num_flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        repeats = max(1, int(2e-3 * 1e11 / num_flops))  # of milliseconds, so that the clock's grain doesn't show
-        return repeats * num_flops / _median_seconds(multiply, repeats, num_rounds, device)
-
-    return max(rate(a, b, out) for (a, b), out in zip(products, outs, strict=True))
+    products = [
+        Product(a, b, a.new_empty(a.shape[0], b.shape[1]))
+        for a, b in ((square, square), (square, wide), (wide, wide.mT))
+    ]
+    # A few milliseconds each, so that the clock's grain doesn't show; the first time warms up.
+    num_flops = max(4 * products[-1].num_flops, 1e9)
+    seconds = [[product.seconds(num_flops) for product in products] for _ in range(6)][1:]
+    medians = [statistics.median(times) for times in zip(*seconds, strict=True)]
+    return products[medians.index(min(medians))]
 
 
-def _median_seconds(action: Callable[[], None], repeats: int, num_rounds: int, device: str) -> float:
-    seconds = []
-    for index in range(num_rounds + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            action()
-        synchronize(device)
-        if index > 0:  # the first one warms up
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def matmul_rate(hidden: int, device: str) -> float:
+    """FLOP/s of `best_product`."""
+    product = best_product(hidden, device)
+    num_flops = max(8 * product.num_flops, 1e9)
+    return num_flops / statistics.median(product.seconds(num_flops) for _ in range(5))

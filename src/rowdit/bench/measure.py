@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from rowdit.bench.check import Check, check_optimizer
 from rowdit.bench.contender import Contender, Workplace, periodic
-from rowdit.bench.machine import matmul_rate
 from rowdit.bench.peers import LR, PEERS, WEIGHT_DECAY, Make, Peer, load_peer
 from rowdit.bench.shapes import Matrix
 from rowdit.bench.spread import Spread
@@ -40,14 +39,13 @@ class Peers:
 class Measured:
     """Seconds of each timed step by contender, the slowest rank's; `k3` holds means over whole periods.
 
-    `row_settings` and `setting`: see `measure`. `refresh_flops` is what a rank computes in a refresh, in the mean, and
-    `matmul_rate` the FLOP/s of its best product (0: not measured).
+    `setting`: see `measure`. `refresh_flops` is what a rank computes in a refresh, in the mean; "matmul" is the time
+    that as many take in plain products, in turn with the steps (not on ranks, which share their cores).
     """
 
     seconds: dict[str, list[float]]
     setting: str
     refresh_flops: float = 0.0
-    matmul_rate: float = 0.0
 
     def spread(self, name: str) -> Spread:
         return Spread.of(self.seconds[name])
@@ -58,6 +56,7 @@ class Measured:
             "row_over_adamw_fused": (f"row {self.setting}", "adamw_fused"),
             "row_eager_over_adamw_fused": ("row eager", "adamw_fused"),
             "k3_over_k1": ("k3", "k1"),
+            "refresh_over_matmul": ("matmul", "k1"),
         }
         for peer in PEERS:
             pairs |= {f"{k}_over_{peer.name}": (k, peer.name) for k in ("k1", "k3")}
@@ -66,11 +65,6 @@ class Measured:
             for name, (above, below) in pairs.items()
             if self.seconds.get(above) and self.seconds.get(below)
         }
-
-    def refresh_over_matmul(self) -> float | None:
-        if not self.matmul_rate:
-            return None
-        return self.refresh_flops / self.spread("k1").median / self.matmul_rate
 
 
 def row_settings(device: str) -> dict[str, dict[str, bool]]:
@@ -125,6 +119,8 @@ def measure(
         ours["k3"].timed_period(PERIOD)
         for contender in theirs.values():
             contender.timed_step()
+    plan = ours["k1"].optimizer.plan("refresh")  # type: ignore[attr-defined]
+    flops = sum(plan.num_flops(rank) for rank in range(workplace.num_ranks)) / workplace.num_ranks
     steps: dict[str, list[float]] = {name: [] for name in ("k1", "k3 refresh", "k3 row", *theirs)}
 
     def period() -> None:
@@ -142,10 +138,7 @@ def measure(
         (refresh + sum(rows[i * (PERIOD - 1) : (i + 1) * (PERIOD - 1)])) / PERIOD
         for i, refresh in enumerate(times["k3 refresh"])
     ]
-    plan = ours["k1"].optimizer.plan("refresh")  # type: ignore[attr-defined]
-    flops = sum(plan.num_flops(rank) for rank in range(workplace.num_ranks)) / workplace.num_ranks
-    rate = matmul_rate(hidden, workplace.device) if workplace.mesh is None else 0.0
-    return Measured(times, setting, flops, rate)
+    return Measured(times, setting, flops)
 
 
 def _time_rows(

@@ -12,6 +12,7 @@ import rowmuon
 from rowdit.bench import measure as measuring
 from rowdit.bench.check import check_optimizer
 from rowdit.bench.contender import Contender, Workplace, periodic
+from rowdit.bench.machine import best_product
 from rowdit.bench.measure import Measured, Peers, find_peers, in_turn, measure
 from rowdit.bench.peers import LR, PEERS, WEIGHT_DECAY, Peer, load_peer
 from rowdit.bench.report import TARGETS, Setup, as_data, as_page, reached, worst_ratios
@@ -67,6 +68,13 @@ def test_only_the_kind_of_step_that_was_meant_is_timed() -> None:
     contender.timed_step("refresh")
     with pytest.raises(RuntimeError, match="about to time a refresh step, but the next one is row"):
         contender.timed_step("refresh")
+
+
+def test_a_product_counts_its_flops() -> None:
+    product = best_product(32, "cpu")
+    assert product.num_flops in (2 * 32**3, 8 * 32**3)
+    torch.testing.assert_close(product.out, product.a @ product.b)
+    assert product.seconds(10 * product.num_flops) > 0
 
 
 def test_the_order_is_reversed_every_other_round() -> None:
@@ -178,7 +186,7 @@ def measured(row: float, k1: float, *, compiled: float = 9.0) -> Measured:
     seconds = {"row eager": [row] * 2, "row compiled": [compiled] * 2, "adamw_fused": [1.0] * 2}
     setting = "compiled" if compiled < row else "eager"
     return Measured(
-        {**seconds, "k1": [k1] * 2, "k3": [1.0] * 2, "torch_muon": [4.0] * 2}, setting, 1e9, matmul_rate=1e9
+        {**seconds, "k1": [k1] * 2, "k3": [1.0] * 2, "torch_muon": [4.0] * 2, "matmul": [1.0] * 2}, setting, 1e9
     )
 
 
