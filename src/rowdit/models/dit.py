@@ -211,7 +211,9 @@ class ClassEmbedder(nn.Module):
 
     def __init__(self, num_classes: int, hidden_size: int) -> None:
         super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
+        # Given a weight, torch draws none: even on the meta device a draw would import its compiler, a second or two.
+        table = torch.empty(num_classes + 1, hidden_size)
+        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size, _weight=table)
 
     def forward(self, y_B: Tensor) -> Tensor:
         return self.embedding_table(y_B)
