@@ -1,6 +1,6 @@
 """The whole life of a run, by the commands that a user types, under the real torchrun: a folder of images is encoded,
-two ranks train on it, one is killed with SIGKILL in the middle of a save, one process goes on, samples are made, the
-model is exported and loaded elsewhere.
+two ranks train on it, one is killed with SIGKILL in the middle of a save, one process goes on, samples are made and
+scored, the model is exported and loaded elsewhere.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ def test_the_whole_life_of_a_run(images: Path, tmp_path: Path) -> None:
 
     run("rowdit", "sample", "run", "--num-images", "3", "--out", "made", cwd=tmp_path)
     assert len(list((tmp_path / "made" / "images").glob("*.png"))) == 3
+    judge = ["--reference", f"folder:{images}", "--image-size", "8", "--cache", "cache", "--num-images", "6"]
+    run("rowdit", "eval", "run", "--metrics", "kid", *judge, cwd=tmp_path)
+    (scores,) = (folder / "evaluation").glob("ema-0000009-*/scores.json")
+    assert "kid_effnet_lite0" in scores.read_text()
+
     run("rowdit", "export", "run", "--out", "elsewhere/model.safetensors", cwd=tmp_path)
     (tmp_path / "elsewhere" / "load.py").write_text(LOADED_ELSEWHERE)
     printed = run("load", "model.safetensors", cwd=tmp_path / "elsewhere")
