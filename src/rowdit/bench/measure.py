@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rowdit.bench.check import Check, check_optimizer
 from rowdit.bench.contender import Contender, Workplace, periodic
+from rowdit.bench.machine import best_product
 from rowdit.bench.peers import LR, PEERS, WEIGHT_DECAY, Make, Peer, load_peer
 from rowdit.bench.shapes import Matrix
 from rowdit.bench.spread import Spread
@@ -131,7 +132,11 @@ def measure(
     def one(name: str, contender: Contender, kind: str | None) -> Callable[[], None]:
         return lambda: steps[name].append(contender.timed_step(kind))
 
-    in_turn(num_rounds, [one("k1", ours["k1"], "refresh"), period, *(one(name, c, None) for name, c in theirs.items())])
+    actions = [one("k1", ours["k1"], "refresh"), period, *(one(name, c, None) for name, c in theirs.items())]
+    if workplace.mesh is None:
+        product, steps["matmul"] = best_product(hidden, workplace.device), []
+        actions.append(lambda: steps["matmul"].append(product.seconds(flops)))
+    in_turn(num_rounds, actions)
     times |= _slowest(steps, workplace)
     rows = times["k3 row"]
     times["k3"] = [

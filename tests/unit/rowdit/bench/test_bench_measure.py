@@ -96,6 +96,7 @@ def test_measure_counts_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         "k3 refresh": 2,
         "k3 row": 4,
         "torch_muon": 2,
+        "matmul": 2,
     }
     assert all(seconds > 0 for times in found.seconds.values() for seconds in times)
     h = 16
