@@ -6,8 +6,8 @@ the sums must come back from the other ranks before anything is stepped.
 
 All settings enter as tensors and all sizes are symbols, so neither lr, momentum, decay, Nesterov, `maximize` nor a new
 shape compiles again. Matrices are stepped `_AT_ONCE` a call, since a call costs as much as a few thousand elements.
-Everything is compiled on memory of its own before it touches a parameter, so a compiler that is missing or fails is
-noticed before any weight or momentum has changed.
+Everything is compiled on memory of its own, and `build_row_step` and `build_split_row_step` do so for all that a step
+takes before it touches a parameter, so a compiler that is missing or fails is noticed while nothing has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from rowmuon import update
 from rowmuon.device import compute_device
 
-__all__ = ["apply_split_row_step_", "row_step_", "split_row_sums_"]
+__all__ = ["apply_split_row_step_", "build_row_step", "build_split_row_step", "row_step_", "split_row_sums_"]
 
 _AT_ONCE = 4
 
@@ -39,6 +39,28 @@ class _Matrix(NamedTuple):
     momentum: Tensor
     grad: Tensor
     scale: float
+
+
+@torch.no_grad()
+def build_row_step(weights: Sequence[Tensor], momenta: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Compiles what `row_step_` of these matrices takes and isn't compiled yet. Reads and changes none of them.
+
+    Raises:
+        RuntimeError: torch.compile can't build it here.
+    """
+    matrices = [_Matrix(*matrix, 1.0) for matrix in zip(weights, momenta, grads, strict=True)]
+    for dtypes, members in _by_dtypes(matrices).items():
+        for count in {len(batch) for batch in _batches(members)}:
+            _build("whole", count, *dtypes)
+
+
+@torch.no_grad()
+def build_split_row_step(weight: Tensor, momentum: Tensor, grad: Tensor) -> None:
+    """`build_row_step` for `split_row_sums_` and `apply_split_row_step_`."""
+    if _can_compile(momentum, grad):
+        _build("sums", 1, *_dtypes(momentum, momentum, grad))
+    if _can_compile(weight, momentum, grad):
+        _build("apply", 1, *_dtypes(weight, momentum, grad))
 
 
 @torch.no_grad()
@@ -59,24 +81,17 @@ def row_step_(
 
     The momentum may differ from the eager one by a rounding to its dtype, the step of a weight by a few roundings (up
     to 8 eps of lr * scale) to the narrower dtype of momentum and gradient: between its steps the eager path rounds to
-    these, this one stays in fp32. A bf16 weight is rounded once on both. Matrices of a single row or column are done
-    eagerly, since torch.compile takes a 1 for a constant; so are fake tensors.
+    these, this one stays in fp32. A bf16 weight is rounded once on both. What `_can_compile` refuses is done eagerly.
 
     Raises:
         RuntimeError: torch.compile can't build it here. Nothing has changed then.
     """
+    build_row_step(weights, momenta, grads)
     matrices = [_Matrix(*matrix) for matrix in zip(weights, momenta, grads, scales, strict=True)]
-    eager = [matrix for matrix in matrices if not _can_compile(matrix.weight)]
-    by_dtypes: dict[tuple[Any, ...], list[_Matrix]] = {}
-    for matrix in matrices:
-        if _can_compile(matrix.weight):
-            by_dtypes.setdefault(_dtypes(*matrix[:3]), []).append(matrix)
-    for dtypes, members in by_dtypes.items():
-        for count in {len(batch) for batch in _batches(members)}:
-            _build("whole", count, *dtypes)
+    eager = [matrix for matrix in matrices if not _can_compile(*matrix[:3])]
     hyper: Any = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "nesterov": nesterov, "eps": eps}
     hyper["maximize"] = maximize
-    for members in by_dtypes.values():
+    for members in _by_dtypes(matrices).values():
         for batch in _batches(members):
             _compiled("whole", len(batch), batch[0].weight.device.type)(*_whole_arguments(batch, **hyper))
     if eager:
@@ -87,7 +102,7 @@ def row_step_(
 @torch.no_grad()
 def split_row_sums_(momentum: Tensor, grad: Tensor, *, beta: float, nesterov: bool, maximize: bool = False) -> Tensor:
     """`rowmuon.update.split_row_sums_`, compiled. Raises and differs as `row_step_` does."""
-    if not _can_compile(momentum):
+    if not _can_compile(momentum, grad):
         return update.split_row_sums_(momentum, grad, beta=beta, nesterov=nesterov, maximize=maximize)
     _build("sums", 1, *_dtypes(momentum, momentum, grad))
     work = update._work_dtype(momentum, grad)
@@ -111,7 +126,7 @@ def apply_split_row_step_(
     maximize: bool = False,
 ) -> None:
     """`rowmuon.update.apply_split_row_step_`, compiled. Raises and differs as `row_step_` does."""
-    if not _can_compile(weight):
+    if not _can_compile(weight, momentum, grad):
         hyper: Any = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "nesterov": nesterov, "eps": eps}
         update.apply_split_row_step_(weight, momentum, grad, sums, scale=scale, maximize=maximize, **hyper)
         return
@@ -121,8 +136,25 @@ def apply_split_row_step_(
     _compiled("apply", 1, weight.device.type)(weight.detach(), momentum.detach(), grad.detach(), sums, settings)
 
 
-def _can_compile(matrix: Tensor) -> bool:
-    return min(matrix.shape) > 1 and compute_device(matrix) != "fake"
+def _can_compile(*tensors: Tensor) -> bool:
+    """Whether matrices of one shape go through torch.compile. Others take the eager path: it knows no strides.
+
+    A single row or column doesn't, since torch.compile takes a 1 for a constant. Nor do other strides than those of a
+    matrix that is alone in its memory, row by row: each is another compilation, of which torch allows eight, and for a
+    transposed weight and momentum under a gradient that isn't the CPU's inductor of torch 2.13 steps wrongly (it reads
+    the momentum once more after it has written it). Nor fake tensors.
+    """
+    first = tensors[0]
+    return min(first.shape) > 1 and compute_device(first) != "fake" and all(t.is_contiguous() for t in tensors)
+
+
+def _by_dtypes(matrices: Sequence[_Matrix]) -> dict[tuple[Any, ...], list[_Matrix]]:
+    """Those that can be compiled."""
+    out: dict[tuple[Any, ...], list[_Matrix]] = {}
+    for matrix in matrices:
+        if _can_compile(*matrix[:3]):
+            out.setdefault(_dtypes(*matrix[:3]), []).append(matrix)
+    return out
 
 
 def _dtypes(weight: Tensor, momentum: Tensor, grad: Tensor) -> tuple[Any, ...]:

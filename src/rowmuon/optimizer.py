@@ -312,6 +312,7 @@ class PeriodicRowMuon(Optimizer):
         adamw.check_gradients(self.param_groups)
         shards = self._shards(muon)
         plan = self._plan(muon)
+        self._runtime.prepare(plan, shards)
         counts = self.traffic[_kind([due for *_, due in muon])]
         counts.num_steps += 1
         self._runtime.execute(plan, shards, counts, fill=self._step_adamw, phase=self.phase)

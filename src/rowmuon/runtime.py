@@ -24,6 +24,7 @@ from rowmuon.shards import (
     apply_part,
     apply_whole_rows,
     assemble,
+    build_row_steps,
     disassemble,
     finish_split_rows,
     row_sums,
@@ -94,6 +95,16 @@ class Runtime:
 
     # ------------------------------------------------------------------------------------------------ the step
 
+    def prepare(self, plan: StepPlan, shards: Sequence[Shard]) -> None:
+        """Whatever can fail for want of a tool, before the step changes or sends anything.
+
+        Raises:
+            RuntimeError: torch.compile can't build the row step here.
+        """
+        if self.compile_rows:
+            split = [shards[index] for part in plan.split_rows(self.rank) for index in part.members]
+            build_row_steps(self._whole(plan, shards), split)
+
     def execute(
         self,
         plan: StepPlan,
@@ -112,7 +123,7 @@ class Runtime:
             with phase("adamw"):
                 fill()
         with phase("row_step"):
-            self._whole_rows(plan, shards)
+            apply_whole_rows(self._whole(plan, shards), compile=self.compile_rows)
             while sums:
                 sums.pop(0)()  # and its buffers go
         returning: list[_Flight] = []
@@ -137,9 +148,8 @@ class Runtime:
                 break  # its results have only now set out for the other replicas
             self._apply(returning.pop(0), shards, counts)
 
-    def _whole_rows(self, plan: StepPlan, shards: Sequence[Shard]) -> None:
-        whole = [shards[index] for index in plan.rows if not plan.entries[index].layout.column_axes]
-        apply_whole_rows(whole, compile=self.compile_rows)
+    def _whole(self, plan: StepPlan, shards: Sequence[Shard]) -> list[Shard]:
+        return [shards[index] for index in plan.rows if not plan.entries[index].layout.column_axes]
 
     def _start_split_rows(
         self, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic

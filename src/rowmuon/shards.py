@@ -233,14 +233,35 @@ def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor) ->
         yield part, buffer.as_strided(size, stride, buffer.storage_offset() + piece.offset)
 
 
+def build_row_steps(whole: Sequence[Shard], split: Sequence[Shard]) -> None:
+    """Compiles what `apply_whole_rows` and `finish_split_rows` of a step take, before anything has changed.
+
+    Raises:
+        RuntimeError: torch.compile can't build it here.
+    """
+    for members in _by_group(whole):
+        grads = [shard.grad.flatten(0, 1) for shard in members if shard.grad is not None]
+        matrices = [(shard.weight.flatten(0, 1), shard.momentum.flatten(0, 1)) for shard in members]
+        compiled.build_row_step([weight for weight, _ in matrices], [momentum for _, momentum in matrices], grads)
+    for shard in split:
+        if shard.grad is not None:
+            tensors = (shard.weight.flatten(0, 1), shard.momentum.flatten(0, 1), shard.grad.flatten(0, 1))
+            compiled.build_split_row_step(*tensors)
+
+
+def _by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Those that have a gradient, by parameter group."""
+    groups: dict[int, list[Shard]] = {}
+    for shard in shards:
+        if shard.grad is not None:
+            groups.setdefault(id(shard.hyper), []).append(shard)
+    return list(groups.values())
+
+
 def apply_whole_rows(shards: Sequence[Shard], *, compile: bool = False) -> None:
     """The row step of parameters whose rows are whole here, all of a group in one call."""
     step = compiled.row_step_ if compile else row_step_
-    by_group: dict[int, list[Shard]] = {}
-    for shard in shards:
-        if shard.grad is not None:
-            by_group.setdefault(id(shard.hyper), []).append(shard)
-    for members in by_group.values():
+    for members in _by_group(shards):
         hyper = members[0].hyper
         step(
             [shard.weight.flatten(0, 1) for shard in members],

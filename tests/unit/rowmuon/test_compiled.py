@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -162,20 +162,96 @@ def test_optimizer_follows_the_eager_one_and_keeps_the_option() -> None:
         assert copied.compile is True and copied._runtime.compile_rows is True
 
 
-def test_failure_names_the_way_out_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("no such compiler")
+def strided(kind: str, seed: int, shape: tuple[int, int] = (30, 20)) -> Tensor:
+    """The same numbers for a seed and shape, laid out in one of `STRIDES`."""
+    m, n = shape
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    room = {"transposed": (m, n), "slice": (m + 3, n + 5), "every other": (m, 2 * n)}.get(kind, shape)
+    views = {"transposed": lambda t: t.view(n, m).t(), "slice": lambda t: t[1 : m + 1, 2 : n + 2]}
+    view = {**views, "every other": lambda t: t[:, ::2]}.get(kind, lambda t: t)(torch.zeros(room))
+    return view.copy_(values)
 
-    monkeypatch.setattr(compiled, "_compiled", lambda *_: fail)
+
+STRIDES = ["plain", "transposed", "slice", "every other"]
+
+
+@needs_compiler
+def test_any_strides_step_as_the_eager_ones_and_compile_nothing(no_recompilation: None) -> None:
+    # One after another, as a model's parameters come: what torch.compile holds for one must not reach the next.
+    compiled.row_step_([strided("plain", 0)], [strided("plain", 1)], [strided("plain", 2)], scales=[1.0], **STEP)
+    graphs = counters["stats"]["unique_graphs"]
+    for shape in ((30, 20), (16, 16)):
+        for weight_kind in STRIDES:
+            for momentum_kind in {"plain", weight_kind}:
+                for grad_kind in (*STRIDES, "expanded"):
+                    w, m = strided(weight_kind, 3, shape), strided(momentum_kind, 4, shape)
+                    g = strided("plain", 5, shape)[:1].expand(shape) if grad_kind == "expanded" else None
+                    g = strided(grad_kind, 5, shape) if g is None else g
+                    expected = w.clone(), m.clone()
+                    compiled.row_step_([w], [m], [g], scales=[0.3], **STEP)
+                    update.row_step_([expected[0]], [expected[1]], [g.clone()], scales=[0.3], **STEP)
+                    kinds = (weight_kind, momentum_kind, grad_kind)
+                    assert torch.allclose(w, expected[0], rtol=4e-7, atol=1e-6 * 0.02 * 0.3), kinds
+                    assert torch.allclose(m, expected[1], rtol=1e-6, atol=1e-6), kinds
+                    sums = compiled.split_row_sums_(m, g, beta=0.9, nesterov=True)
+                    right = update.split_row_sums_(expected[1], g.clone(), beta=0.9, nesterov=True)
+                    assert torch.allclose(sums, right, rtol=1e-5), kinds
+    assert counters["stats"]["unique_graphs"] <= graphs + 1  # the sums of plain strides
+
+
+@needs_compiler
+def test_parameters_and_gradients_that_share_their_memory(no_recompilation: None) -> None:
+    # DDP's gradients are views of its buckets, and some keep all weights in one buffer; a batch is four matrices.
+    shapes = [(20, 20), (30, 20), (20, 30), (8, 9), (20, 20)]
+    flat = [torch.randn(sum(m * n for m, n in shapes), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    sizes = [m * n for m, n in shapes]
+    views = [[part.view(shape) for part, shape in zip(t.split(sizes), shapes, strict=True)] for t in flat]
+    expected = [[t.clone() for t in part] for part in views]
+    compiled.row_step_(*views, scales=[0.3] * 5, **STEP)
+    update.row_step_(*expected, scales=[0.3] * 5, **STEP)
+    for found, right in zip(views[0] + views[1], expected[0] + expected[1], strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, when: Callable[[str, tuple[Any, ...]], bool]) -> None:
+    """Compiled functions of which some can't be made, as where there is no compiler, and the others do nothing."""
+
+    def made(name: str, *_: object) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if when(name, arguments):
+                raise OSError("no such compiler")
+
+        return call
+
+    monkeypatch.setattr(compiled, "_compiled", made)
     compiled._build.cache_clear()
-    params = make_params([(4, 6)])
-    opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True)
+
+
+def test_failure_names_the_way_out_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is only the second group's dtype that can't be built, and AdamW stands beside."""
+    failing(monkeypatch, lambda name, arguments: arguments[0][0][0].dtype == torch.bfloat16)
+    params = [*make_params([(4, 6), (6, 4)]), *make_params([(4, 6)], dtype=torch.bfloat16), *make_params([(5,)])]
+    groups = [{"params": params[:2]}, {"params": params[2:3]}, {"params": params[3:], "algorithm": "adamw"}]
+    opt = rowmuon.PeriodicRowMuon(groups, lr=0.02, period=3, compile=True)
     give_grads(params, 0)
     opt.step()
-    before = params[0].detach().clone(), opt.state[params[0]]["momentum_buffer"].clone()
-    with pytest.raises(RuntimeError, match=r"(?s)float32.*no such compiler.*compile=False"):
-        opt.step()
-    assert torch.equal(params[0], before[0]) and torch.equal(opt.state[params[0]]["momentum_buffer"], before[1])
+    give_grads(params, 1)
+    before, traffic = copy.deepcopy((params, opt.state_dict()["state"])), copy.deepcopy(opt.traffic)
+    for _ in range(2):  # the second try says so too
+        with pytest.raises(RuntimeError, match=r"(?s)bfloat16.*no such compiler.*compile=False"):
+            opt.step()
+    torch.testing.assert_close((params, opt.state_dict()["state"]), before, rtol=0, atol=0)
+    assert opt.traffic == traffic
+    compiled._build.cache_clear()
+
+
+def test_a_split_row_step_is_built_whole_before_its_first_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, lambda name, arguments: name == "apply")
+    weight, momentum, grad = (torch.ones(4, 6) for _ in range(3))
+    with pytest.raises(RuntimeError, match="no such compiler"):
+        compiled.build_split_row_step(weight, momentum, grad)
+    assert bool((weight == 1).all()) and bool((momentum == 1).all())
+    compiled._build.cache_clear()
 
 
 def test_fake_tensors_take_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> None:
