@@ -11,6 +11,7 @@ import pytest
 
 from headless_chromium import Browser, find_chromium
 from rowdit.study.report import write_report
+from synthetic_run import make_run
 from synthetic_study import make_study
 
 PHONE, WIDE = 390, 1440
@@ -36,7 +37,11 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         "seeds": make_study(folder / "seeds", seeds=(0, 1, 2)),
         "odd": make_study(folder / "odd", optimizers=("adamw", "muon", long_name, "d", "e"), diverges={"muon": 20}),
     }
-    return {name: write_report(study) for name, study in studies.items()}
+    runs = {
+        "run": make_run(folder / "run", skipped=(50,)),
+        "going": make_run(folder / (long_name * 2)[:200], last_step=40, evaluate_every=None, ending=None),
+    }
+    return {name: write_report(out) for name, out in (studies | runs).items()}
 
 
 def open_page(browser: Browser, path: Path, **how) -> None:
@@ -64,7 +69,7 @@ def press(browser: Browser, key: str) -> None:
         browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
 
 
-@pytest.mark.parametrize("name", ["usual", "seeds", "odd"])
+@pytest.mark.parametrize("name", ["usual", "seeds", "odd", "run", "going"])
 @pytest.mark.parametrize("width, dark", list(itertools.product((PHONE, WIDE), (False, True))))
 def test_the_page_loads_alone_without_complaint_and_fits(browser, pages, name, width, dark):
     open_page(browser, pages[name], width=width, dark=dark)
@@ -92,9 +97,10 @@ def test_the_page_loads_alone_without_complaint_and_fits(browser, pages, name, w
     assert broken == 0
 
 
+@pytest.mark.parametrize("name", ["usual", "run"])
 @pytest.mark.parametrize("width", [PHONE, WIDE])
-def test_labels_of_the_axes_stay_in_their_chart(browser, pages, width):
-    open_page(browser, pages["usual"], width=width)
+def test_labels_of_the_axes_stay_in_their_chart(browser, pages, name, width):
+    open_page(browser, pages[name], width=width)
     outside = browser.evaluate(
         "[...document.querySelectorAll('.chart text')].filter(t => t.getBoundingClientRect().width > 0).filter(t => {"
         "const t1 = t.getBoundingClientRect(), c = t.closest('.chart').getBoundingClientRect();"
@@ -153,6 +159,23 @@ def test_steps_and_axes_are_chosen_with_and_without_scripts(browser, pages, scri
     assert browser.evaluate(LIVE_PANELS) == [False, True, False, False]
     press(browser, "ArrowLeft")
     assert browser.evaluate(LIVE_PANELS) == [True, False, False, False]
+
+
+def test_the_page_of_a_run_shows_one_step_and_one_axis_at_a_time(browser, pages):
+    open_page(browser, pages["run"], width=PHONE, scripts=False)
+    displays = "['.by-step', '.by-time'].map(s => getComputedStyle(document.querySelector(s)).display)"
+    click(browser, "label[for=axis-time]")
+    assert browser.evaluate(displays) == ["none", "grid"]
+    assert browser.evaluate(LIVE_PANELS) == [False, False, False, False, True]
+    click(browser, "label[for=sample-0]")
+    assert browser.evaluate(LIVE_PANELS) == [True, False, False, False, False]
+    # The bar of a step is as long as its parts together, and the longest fills its place.
+    lengths = browser.evaluate(
+        "[...document.querySelectorAll('.stack')].map(s => [...s.children].reduce("
+        "(sum, b) => sum + b.getBoundingClientRect().width, 0) / s.getBoundingClientRect().width)"
+    )
+    assert len(lengths) == 3 and max(lengths) == pytest.approx(1, abs=0.01)
+    assert lengths[1] == max(lengths) and lengths[2] == min(lengths)
 
 
 def test_values_show_under_the_pointer_and_the_arrow_keys(browser, pages):

@@ -1,4 +1,4 @@
-"""`rowdit report`: the page of a finished comparison again."""
+"""`rowdit report`: the page of a comparison or of a run, from its records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from rowdit.commands.parsing import parse
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Makes OUT/report.html again from the records of a finished comparison."""
+    """Makes OUT/report.html from the records in OUT: of a finished comparison, or of a run of `rowdit train`, which may
+    have finished or diverged, been interrupted, or still be under way.
+
+    Args:
+        out: folder of the comparison or of the run.
+    """
 
     out: tyro.conf.Positional[Path]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from .charts import Chart, Reference, Series
 from .data import Result, Run, Study
@@ -153,26 +153,38 @@ def train_loss_chart(study: Study, axis: Axis) -> Chart:
     return Chart(f"train-by-{axis}", "Training loss", name, tuple(series), subtitle, x_end=end)
 
 
-def optimizer_time_chart(study: Study) -> Chart:
-    """Optimizer time of each of the last steps of the first seed; each kind of step a series of its own, so that the
-    period shows."""
+_KINDS = {"refresh": ", full step", "row": ", row step", "mixed": ", mixed step"}
+
+
+def single_steps(name: str, slot: int, log: Mapping[str, list[Any]]) -> list[Series]:
+    """Optimizer time of each of the last steps of a run, in milliseconds; each kind of step a series of its own, so
+    that the period shows."""
+    rows = [
+        (step, 1e3 * seconds, str(kind))
+        for step, seconds, kind in zip(log["step"], log["optimizer_seconds"], log["kind"], strict=True)
+        if seconds > 0
+    ][-NUM_SINGLE_STEPS:]
     series: list[Series] = []
-    shown = 0
-    for result in study.results:
-        log, slot = study.runs[result.name][0].log, style(study, result.name)
-        rows = [
-            (step, 1e3 * seconds, str(kind))
-            for step, seconds, kind in zip(log["step"], log["optimizer_seconds"], log["kind"], strict=True)
-            if seconds > 0
-        ][-NUM_SINGLE_STEPS:]
-        shown = max(shown, len(rows))
-        kinds = sorted({kind for _, _, kind in rows}, key=lambda kind: (kind != "refresh", kind))
-        if len(kinds) > 1:
-            series.append(Series(result.name, slot, tuple(r[0] for r in rows), tuple(r[1] for r in rows), "faint"))
-        for kind in kinds:
-            points = [(step, ms) for step, ms, row_kind in rows if row_kind == kind]
-            label = short_name(result.name) + {"refresh": ", full step", "row": ", row step"}.get(kind, "")
-            x, y = tuple(step for step, _ in points), tuple(ms for _, ms in points)
-            series.append(Series(label, slot, x, y, "squares" if kind == "refresh" else "dots"))
+    kinds = sorted({kind for _, _, kind in rows}, key=lambda kind: (kind != "refresh", kind))
+    if len(kinds) > 1:
+        series.append(Series(name, slot, tuple(r[0] for r in rows), tuple(r[1] for r in rows), "faint"))
+    for kind in kinds:
+        points = [(step, ms) for step, ms, row_kind in rows if row_kind == kind]
+        label = short_name(name) + _KINDS.get(kind, "")
+        x, y = tuple(step for step, _ in points), tuple(ms for _, ms in points)
+        series.append(Series(label, slot, x, y, "squares" if kind == "refresh" else "dots"))
+    return series
+
+
+def single_steps_chart(runs: Sequence[Sequence[Series]]) -> Chart:
+    """The chart of the `single_steps` of one run or of several."""
+    shown = max((sum(len(s.x) for s in series if s.kind != "faint") for series in runs), default=0)
     subtitle = f"milliseconds, the last {shown} steps"
-    return Chart("optimizer-time", "Optimizer time of single steps", "step", tuple(series), subtitle)
+    series = tuple(s for run in runs for s in run)
+    return Chart("optimizer-time", "Optimizer time of single steps", "step", series, subtitle)
+
+
+def optimizer_time_chart(study: Study) -> Chart:
+    """Optimizer time of single steps of the first seed of every optimizer."""
+    runs = [(result.name, study.runs[result.name][0].log) for result in study.results]
+    return single_steps_chart([single_steps(name, style(study, name), log) for name, log in runs])

@@ -7,7 +7,6 @@ A number that isn't finite is no error: runs diverge, and the report has to say 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,14 +15,11 @@ from typing import Any
 
 from rowdit.study.comparison import run_name
 from rowdit.study.summary import BASELINE
-from rowdit.train.log import read_jsonl
+
+from .reading import StudyError, Table, as_number, find_samples, read_json, read_rows
 
 KINDS = ("best", "at_fixed_step", "at_fixed_time", "final")  # in the order of the page
 _RERUN = "finish or repeat the comparison with `rowdit compare` and the same `--out`"
-
-
-class StudyError(ValueError):
-    """A folder that isn't a finished comparison; the message names file, key and way out."""
 
 
 @dataclass(frozen=True)
@@ -128,59 +124,14 @@ class Study:
         return max(len(result.seeds) for result in self.results)
 
 
-def as_number(value: object) -> float:
-    """A JSON value as a float; null, "nan" and anything that isn't a number become NaN."""
-    if isinstance(value, bool) or value is None:
-        return math.nan
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
+def _table(path: Path) -> Table:
+    return Table(read_json(path, _RERUN), str(path), _RERUN)
 
 
-class _Table:
-    """A JSON object that knows its file and its place in it, so that a missing key can be named."""
-
-    def __init__(self, values: object, where: str) -> None:
-        if not isinstance(values, Mapping):
-            raise StudyError(f"{where} should be an object, but is {type(values).__name__}; {_RERUN}")
-        self.values, self.where = values, where
-
-    def get(self, key: str) -> Any:
-        if key not in self.values:
-            raise StudyError(
-                f"{self.where}: no key {key!r} (it has {', '.join(map(repr, self.values)) or 'none'}); {_RERUN}"
-            )
-        return self.values[key]
-
-    def table(self, key: str) -> _Table:
-        return _Table(self.get(key), f"{self.where}: {key!r}")
-
-    def number(self, key: str) -> float:
-        return as_number(self.get(key))
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StudyError(f"{path} doesn't exist; {_RERUN}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise StudyError(f"{path} isn't JSON ({error}); {_RERUN}") from error
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file in the order of their steps."""
+def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         raise StudyError(f"{path} doesn't exist; {_RERUN}")
-    try:
-        rows = read_jsonl(path)
-    except ValueError as error:
-        raise StudyError(f"{error}; {_RERUN}") from error
-    for index, row in enumerate(rows, start=1):
-        if not math.isfinite(_Table(row, f"{path}, row {index}").number("step")):
-            raise StudyError(f"{path}, row {index}: step is {row['step']!r}, not a number; {_RERUN}")
-    return sorted(rows, key=lambda row: row["step"])
+    return read_rows(path, _RERUN)
 
 
 def _columns(rows: list[dict[str, Any]], names: tuple[str, ...], path: Path) -> dict[str, list[Any]]:
@@ -193,23 +144,18 @@ def _columns(rows: list[dict[str, Any]], names: tuple[str, ...], path: Path) -> 
 
 def _read_run(folder: Path, optimizer: str, seed: int) -> Run:
     log_path, evaluations_path = folder / "log.jsonl", folder / "evaluations.jsonl"
-    log = _columns(_read_rows(log_path), ("step", "loss", "seconds", "optimizer_seconds", "kind"), log_path)
+    log = _columns(_rows(log_path), ("step", "loss", "seconds", "optimizer_seconds", "kind"), log_path)
     log["seconds"] = list(itertools.accumulate(log["seconds"]))  # a row holds the seconds of its own step
     evaluations = _columns(
-        _read_rows(evaluations_path),
+        _rows(evaluations_path),
         ("step", "seconds", "score_select", "score_report", "kid", "val_loss", "accuracy"),
         evaluations_path,
     )
-    samples = {}
-    for path in sorted((folder / "samples").glob("step_*.png")):
-        step = path.stem.removeprefix("step_")
-        if step.isdecimal():
-            samples[int(step)] = path
-    config = _Table(_read_json(folder / "config.json"), str(folder / "config.json")).values
-    return Run(optimizer, seed, config, log, evaluations, samples)
+    config = _table(folder / "config.json").values
+    return Run(optimizer, seed, config, log, evaluations, find_samples(folder))
 
 
-def _read_runs(folder: Path, name: str, table: _Table) -> tuple[Run, ...]:
+def _read_runs(folder: Path, name: str, table: Table) -> tuple[Run, ...]:
     if not name or name in (".", "..") or "/" in name or "\\" in name:
         raise StudyError(f"{table.where}: {name!r} can't be the name of a run's folder; {_RERUN}")
     seeds = table.get("seeds")
@@ -218,7 +164,7 @@ def _read_runs(folder: Path, name: str, table: _Table) -> tuple[Run, ...]:
     return tuple(_read_run(folder / "runs" / run_name(name, seed), name, seed) for seed in seeds)
 
 
-def _points(table: _Table) -> dict[str, Point]:
+def _points(table: Table) -> dict[str, Point]:
     gains = table.values.get("gain_over_adamw") or {}
     points = {}
     for kind in KINDS:
@@ -238,7 +184,7 @@ def _seconds_or_none(value: object) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _read_result(name: str, table: _Table, runs: tuple[Run, ...]) -> Result:
+def _read_result(name: str, table: Table, runs: tuple[Run, ...]) -> Result:
     """An entry of the summary. `runs` are those of its seeds; a run that ends non-finite counts as diverged even where
     the summary doesn't say so."""
     val_loss = table.table("val_loss")
@@ -277,7 +223,7 @@ def read_study(folder: Path) -> Study:
         StudyError: a file or key is missing or malformed; the message names it and says what to do.
     """
     path = folder / "summary.json"
-    summary = _Table(_read_json(path), str(path))
+    summary = _table(path)
     optimizers = summary.table("optimizers")
     if not optimizers.values:
         raise StudyError(f"{path}: 'optimizers' is empty; {_RERUN}")

@@ -1,31 +1,23 @@
-"""The page that a comparison ends with: one HTML file with everything in it.
-
-It makes no request (a content security policy forbids any), opens from a file, follows the viewer's light or dark
-setting, and reads without scripts. Equal folders give equal pages, byte for byte.
-"""
+"""The page that a comparison ends with. Equal folders give equal pages, byte for byte."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from importlib import resources
 from pathlib import Path
 
 from rowdit.train.log import write_bytes
 
 from . import curves, sections, tables, verdict
 from .charts import render
-from .data import Study, StudyError, read_study
+from .data import Study, read_study
 from .markup import Markup, join, tag
+from .shell import axis_switch, document, navigation, section
 
-__all__ = ["StudyError", "write_report"]
 
-
-def write_report(out_dir: Path) -> Path:
+def write_comparison_report(out_dir: Path) -> Path:
     """Writes `out_dir/report.html` from what `rowdit compare` left in `out_dir`.
 
     Args:
-        out_dir: folder with `summary.json` and `runs/<optimizer>-seed<k>/` (see `report_data.read_study`).
+        out_dir: folder with `summary.json` and `runs/<optimizer>-seed<k>/` (see `data.read_study`).
 
     Returns:
         The page's path. An earlier page is replaced only when the new one is complete.
@@ -43,25 +35,8 @@ def write_report(out_dir: Path) -> Path:
 
 def render_report(study: Study) -> str:
     """The whole page as text."""
-    style, script = _asset("report.css"), _asset("report.js")
-    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{script_hash}'"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"{verdict.headline(study)} · {study.recipe}"),
-        tag("style", Markup(style)),
-    )
-    body = tag("body", _top(study), _main(study), _footer(study), tag("script", Markup(script)))
-    return "<!doctype html>\n" + tag("html", head, "\n", body, lang="en") + "\n"
-
-
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+    title = f"{verdict.headline(study)} · {study.recipe}"
+    return document(title, _top(study), _main(study), _footer(study))
 
 
 _SECTIONS = {
@@ -75,8 +50,7 @@ _SECTIONS = {
 
 
 def _section(key: str, intro: str, *content: object) -> Markup:
-    heading = tag("h2", _SECTIONS[key], id=f"{key}-title")
-    return tag("section", heading, tag("p", intro), *content, id=key, aria_labelledby=f"{key}-title")
+    return section(key, _SECTIONS[key], intro, *content)
 
 
 def _top(study: Study) -> Markup:
@@ -88,7 +62,7 @@ def _top(study: Study) -> Markup:
         tag("p", " ".join(verdict.beside(study)), class_="lede"),
         tag("p", verdict.how_scored(study), class_="about"),
         verdict.cards(study),
-        tag("nav", *(tag("a", title, href=f"#{key}") for key, title in _SECTIONS.items()), aria_label="Sections"),
+        navigation(_SECTIONS),
         class_="top",
     )
 
@@ -103,36 +77,13 @@ def _definitions(study: Study) -> str:
 
 
 def _curves(study: Study) -> Markup:
-    """Both versions of the curves; two radio buttons, by CSS alone, say which one shows."""
+    """Every curve against steps and against time, and the numbers behind them."""
 
     def charts(axis: curves.Axis) -> list[Markup]:
         makers = (curves.score_chart, curves.val_loss_chart, curves.train_loss_chart)
         return [render(make(study, axis)) for make in makers]
 
-    return join(
-        [
-            tag(
-                "input",
-                type="radio",
-                name="axis",
-                id="axis-step",
-                class_="vh",
-                checked=True,
-                aria_label="Against steps",
-            ),
-            tag("input", type="radio", name="axis", id="axis-time", class_="vh", aria_label="Against training time"),
-            tag(
-                "div",
-                tag("span", "Against"),
-                tag("label", "steps", for_="axis-step"),
-                tag("label", "training time", for_="axis-time"),
-                class_="switch",
-            ),
-            tag("div", *charts("step"), class_="charts by-step"),
-            tag("div", *charts("seconds"), class_="charts by-time"),
-            tables.evaluations_table(study),
-        ]
-    )
+    return join([axis_switch(charts("step"), charts("seconds")), tables.evaluations_table(study)])
 
 
 def _main(study: Study) -> Markup:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from .data import Study, as_number
+from .data import Study
 from .formatting import MISSING, duration, number, percent, percent_change, relative
 from .markup import Markup, join, tag
 from .names import key, long_name, short_name, style
-
-_PNG = b"\x89PNG\r\n\x1a\n"
+from .parts import flatten, image, pairs, readable, step_panels
+from .reading import as_number
 
 
 def savings(study: Study) -> str:
@@ -60,76 +57,21 @@ def step_bars(study: Study) -> Markup:
     return tag("figure", caption, body, class_="chart filled")
 
 
-def _image(path: Path | None, description: str) -> Markup:
-    """A PNG file as an `<img>` with its data inside, or a sentence where there is none to show."""
-    data = path.read_bytes() if path is not None and path.exists() else b""
-    if not data:
-        return tag("p", "No samples at this step.", class_="empty")
-    if not data.startswith(_PNG) or len(data) < 24:
-        return tag("p", "This file of samples isn’t a PNG image.", class_="empty")
-    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-    source = "data:image/png;base64," + base64.b64encode(data).decode("ascii")
-    return tag("img", src=source, alt=description, width=width, height=height, decoding="async")
-
-
 def samples(study: Study) -> Markup:
-    """Sample grids side by side, one panel per step; radio buttons choose the panel by CSS alone."""
+    """Sample grids side by side, one panel per step."""
     grids = {result.name: study.runs[result.name][0].samples for result in study.results}
-    steps = sorted(set().union(*grids.values()))
-    if not steps:
-        return tag("p", "No sample grids were written.", class_="empty")
-    inputs, labels, panels, rules = [], [], [], []
-    for index, step in enumerate(steps):
-        radio = f"sample-{index}"
-        inputs.append(
-            tag("input", type="radio", name="sample", id=radio, class_="vh", checked=index == len(steps) - 1,
-                aria_label=f"Samples at step {step}")
-        )  # fmt: skip
-        labels.append(tag("label", f"{step:,}", for_=radio))
-        figures = [
+    panels = {
+        step: [
             tag(
                 "figure",
                 tag("figcaption", key(study, name), long_name(name)),
-                _image(paths.get(step), f"Grid of samples of {long_name(name)} at step {step}"),
+                image(paths.get(step), f"Grid of samples of {long_name(name)} at step {step}"),
             )
             for name, paths in grids.items()
         ]
-        panels.append(tag("div", *figures, class_="panel"))
-        rules.append(
-            f"#{radio}:checked~.panels>.panel:nth-child({index + 1}){{display:grid}}"
-            f"#{radio}:checked~.switch>label:nth-of-type({index + 1}){{background:var(--ink);color:var(--paper)}}"
-            f"#{radio}:focus-visible~.switch>label:nth-of-type({index + 1})"
-            "{outline:2px solid var(--focus);outline-offset:2px}"
-        )
-    switch = tag("div", tag("span", "Step"), *labels, class_="switch")
-    return join([tag("style", Markup("".join(rules))), *inputs, switch, tag("div", *panels, class_="panels")])
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted keys and readable values."""
-    flat: dict[str, str] = {}
-    for part, value in values.items():
-        name = f"{prefix}{part}"
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, name + "."))
-        else:
-            flat[name] = _readable(value)
-    return flat
-
-
-def _readable(value: object) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(f"({_readable(v)})" if isinstance(v, (list, tuple)) else _readable(v) for v in value)
-    return str(value)
-
-
-def _definitions(values: Mapping[str, str]) -> Markup:
-    rows = [tag("div", tag("dt", key), tag("dd", value)) for key, value in values.items()]
-    return tag("dl", *rows, class_="pairs") if rows else tag("p", "Nothing recorded.", class_="empty")
+        for step in sorted(set().union(*grids.values()))
+    }
+    return step_panels(panels)
 
 
 def comparison_table(study: Study, tables: Mapping[str, Mapping[str, str]]) -> tuple[Markup | None, dict[str, str]]:
@@ -154,7 +96,7 @@ def comparison_table(study: Study, tables: Mapping[str, Mapping[str, str]]) -> t
 
 def settings(study: Study) -> Markup:
     """Settings: a table of what differs; everything that is the same for all folded away below it."""
-    tables = {r.name: {"lr": _readable(r.lr), **flatten(r.settings)} for r in study.results}
+    tables = {r.name: {"lr": readable(r.lr), **flatten(r.settings)} for r in study.results}
     if all(table.get("name") == name for name, table in tables.items()):  # says what the column's head says
         tables = {name: {k: v for k, v in table.items() if k != "name"} for name, table in tables.items()}
     differing, same = comparison_table(study, tables)
@@ -162,11 +104,11 @@ def settings(study: Study) -> Markup:
     return join(
         [
             differing or tag("p", "No setting differs.", class_="empty"),
-            tag("details", tag("summary", "Settings of the optimizer that are the same for all"), _definitions(same)),
+            tag("details", tag("summary", "Settings of the optimizer that are the same for all"), pairs(same)),
             tag(
                 "details",
                 tag("summary", "The whole configuration that is the same for all"),
-                _definitions(shared_config),
+                pairs(shared_config),
             ),
         ]
     )
@@ -183,8 +125,8 @@ def fingerprint(study: Study) -> Markup:
     return join(
         [
             warning or "",
-            tag("details", tag("summary", "Fingerprint of the score"), _definitions(same | _limits(study)), open=True),
-            tag("details", tag("summary", "Machine and time"), _definitions(flatten(study.machine) | _times(study))),
+            tag("details", tag("summary", "Fingerprint of the score"), pairs(same | _limits(study)), open=True),
+            tag("details", tag("summary", "Machine and time"), pairs(flatten(study.machine) | _times(study))),
         ]
     )
 
