@@ -22,6 +22,7 @@ _PARTS = {  # key: (label, what it is, class of its colour); parts of the optimi
     "ema": ("EMA", "averaged weights", "g3"),
     "rest": ("Rest", "noise, clipping and so on", "g4"),
 }
+SHOWN = 5e-4  # of a step: less is noise of the clock, "0.0 %"
 OPTIMIZER_PARTS = ("gather", "newton_schulz", "row_step", "other")
 
 
@@ -113,7 +114,7 @@ def phase_table(found: list[Breakdown]) -> Markup | None:
     def row(name: Markup | str, hint: str, seconds: list[float]) -> Markup:
         cells = [
             tag("td", tag("b", duration(s)), tag("span", percent(100 * s / b.seconds), class_="change"))
-            if s > 0 and b.seconds > 0
+            if b.seconds > 0 and s / b.seconds >= SHOWN
             else tag("td", MISSING)
             for s, b in zip(seconds, found, strict=True)
         ]
