@@ -82,16 +82,19 @@ def _paper(names: list[str]) -> dict[str, Entry]:
 
 
 def _cheap_steps() -> dict[str, Entry]:
-    """Others in the place of the row step. All start from what was chosen for the periodic method."""
+    """Cheap steps side by side at K = 3, the row step among them, all with what was chosen for Muon but its lr."""
 
-    def entry(lrs: tuple[float, ...], num_seeds: int = 5, **changes: object) -> Entry:
-        return Entry(lrs, changes=changes, follow="periodic", num_seeds=num_seeds, question="cheap step", cases=("S",))
+    def entry(lrs: tuple[float, ...], question: str = "cheap step", **changes: object) -> Entry:
+        periodic = {"name": "periodic", "period": 3}
+        return Entry(lrs, changes=periodic | changes, follow="muon", num_seeds=3, question=question, cases=("S",))
 
+    low, middle, high = (6e-3, 1e-2, 1.6e-2, 2.5e-2), (1e-2, 1.6e-2, 2.5e-2, 4e-2), (1.6e-2, 2.5e-2, 4e-2, 6.4e-2)
     return {
-        "skip": entry((1e-2, 1.6e-2, 2.5e-2, 4e-2, 6.4e-2), row_scale=0.0),
-        "gram": entry(MUON_LRS, cheap_step="gram", row_scale=1.0),
-        "sign": entry(MUON_LRS, num_seeds=3, cheap_step="sign", row_scale=0.25),
-        "blocks": entry(MUON_LRS, num_seeds=3, cheap_step="blocks", row_scale=1.0),
+        "skip": entry(high, row_scale=0.0),
+        "gram": entry(low, cheap_step="gram", row_scale=1.0),
+        "row": entry(high, row_scale=0.25),
+        "sign": entry(middle, "other cheap steps", cheap_step="sign", row_scale=0.25),
+        "blocks": entry(low, "other cheap steps", cheap_step="blocks", row_scale=1.0),
     }
 
 
