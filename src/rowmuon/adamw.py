@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from rowmuon.layout import local_tensor
 
-__all__ = ["check_gradients", "init_state", "repair_state", "step"]
+__all__ = ["init_state", "repair_state", "step"]
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
 
@@ -43,20 +43,6 @@ def repair_state(group: Mapping[str, Any], states: MutableMapping[Tensor, dict[s
         if state and "step" in state:
             device = parameter.device if is_fused(group, parameter) or group["capturable"] else torch.device("cpu")
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
-
-
-def check_gradients(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Before a step changes anything.
-
-    Raises:
-        ValueError: a sparse gradient; the parameter is named.
-    """
-    for group in groups:
-        if group["algorithm"] == "adamw":
-            for i, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    name = group["param_names"][i] if "param_names" in group else f"params[{i}]"
-                    raise ValueError(f"parameter {name!r} has a sparse gradient; AdamW needs a dense one")
 
 
 def step(group: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]) -> None:

@@ -7,16 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from rowmuon.groups import ADAMW_KEYS, KERNEL_KEYS, MUON_KEYS, name_of
+from rowmuon.groups import ADAMW_KEYS, MUON_KEYS, PLAN_KEYS, name_of
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.plan import Entry, PlanOptions, explain_difference, plan_hash
 from rowmuon.process_groups import ProcessGroups
 from rowmuon.runtime import Runtime
 
 __all__ = ["compare_ranks"]
-
-# Of these the plan's entries say more (chunks as matrices, coefficients as triples).
-_IN_ENTRIES = {"chunks", "stack_dims", *KERNEL_KEYS}
 
 
 def compare_ranks(
@@ -65,7 +62,7 @@ def compare_ranks(
 
 
 def _settings(group: Mapping[str, Any], keys: Sequence[str]) -> list[object]:
-    return [_plain(group[key]) for key in keys if key not in _IN_ENTRIES]
+    return [_plain(group[key]) for key in keys if key not in PLAN_KEYS]  # entries say more of these
 
 
 def _plain(value: object) -> object:

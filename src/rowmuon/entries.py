@@ -16,6 +16,7 @@ from rowmuon.groups import flops_per_matrix, name_of
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.orthogonalize import newton_schulz_bytes
 from rowmuon.plan import Entry
+from rowmuon.routing import default_stack_dims
 
 __all__ = ["KernelWorkspace", "make_entry"]
 
@@ -66,7 +67,11 @@ def make_entry(
         layout: of the parameter.
         momentum_dtype: of its state.
         ns_dtype: of Newton-Schulz.
+
+    Raises:
+        ValueError: the group has been given other ``chunks`` or ``stack_dims`` since its layout was made.
     """
+    _check_layout(parameter, group, layout)
     coefficients = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
     device = compute_device(local_tensor(parameter))
     return Entry(
@@ -80,3 +85,13 @@ def make_entry(
             layout.matrix_shape, coefficients, ns_dtype, parameter.dtype, momentum_dtype, device, group["maximize"]
         ),
     )
+
+
+def _check_layout(parameter: Tensor, group: Mapping[str, Any], layout: Layout) -> None:
+    stack_dims = default_stack_dims(parameter.ndim) if group["stack_dims"] is None else group["stack_dims"]
+    if (group["chunks"], stack_dims) != (layout.chunks, layout.stack_dims):
+        raise ValueError(
+            f"chunks={group['chunks']!r}, stack_dims={group['stack_dims']!r} in a group that was built with chunks="
+            f"{layout.chunks}, stack_dims={layout.stack_dims} for parameter {name_of(group, parameter)!r}: which "
+            "matrices a parameter is stays as it was built. Build another optimizer."
+        )

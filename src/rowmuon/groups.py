@@ -21,8 +21,8 @@ from rowmuon.update import AdjustLr
 __all__ = [
     "ADAMW_DEFAULTS",
     "ADAMW_KEYS",
-    "KERNEL_KEYS",
     "MUON_KEYS",
+    "PLAN_KEYS",
     "AdjustLr",
     "check_dtype",
     "check_hyper",
@@ -48,7 +48,7 @@ ADAMW_DEFAULTS: Mapping[str, Any] = {
 }
 ADAMW_KEYS = ("lr", "weight_decay", "maximize", *ADAMW_DEFAULTS)
 _COMMON = ("params", "param_names", "algorithm")
-KERNEL_KEYS = ("ns_coefficients", "ns_steps", "eps")
+PLAN_KEYS = ("ns_coefficients", "ns_steps", "eps", "chunks", "stack_dims")
 """Settings that plans are made of: a change of them in a group asks for another plan."""
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 

@@ -18,7 +18,7 @@ from rowmuon.agreement import compare_ranks
 from rowmuon.coefficients import Triple, resolve_coefficients
 from rowmuon.entries import make_entry
 from rowmuon.groups import (
-    KERNEL_KEYS,
+    PLAN_KEYS,
     AdjustLr,
     check_dtype,
     check_hyper,
@@ -31,12 +31,12 @@ from rowmuon.groups import (
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.period import Period, assign_phases, check_period, is_refresh
 from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan
-from rowmuon.process_groups import ProcessGroups, check_process_group
+from rowmuon.process_groups import UNPICKLED, ProcessGroups, check_process_group
 from rowmuon.runtime import Phase, Runtime, all_finite
 from rowmuon.shards import Hyper, Shard, make_shard
 from rowmuon.state import adapt_state_dict, finish_loading, init_state
 from rowmuon.traffic import Traffic
-from rowmuon.watch import GradientWatch
+from rowmuon.watch import GradientWatch, check_gradients
 
 __all__ = ["PeriodicRowMuon"]
 
@@ -172,7 +172,7 @@ class PeriodicRowMuon(Optimizer):
         self._layouts.update(layouts)
         for parameter in group["params"]:
             self.state[parameter] = init_state(parameter, group, self.state_dtype)
-        if self._is_set_up:  # in the constructor the process groups of all parameters are made in one go, at its end
+        if self._is_set_up:  # in the constructor all process groups are made in one go, at its end
             self._set_up()
 
     def _check_group(self, group: dict[str, Any]) -> dict[Tensor, Layout]:
@@ -283,9 +283,8 @@ class PeriodicRowMuon(Optimizer):
         """What the next step will be: "refresh", "row", or "mixed" if some parameters refresh and others don't."""
         return _kind([due for *_, due in self._muon_params()])
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step.
+        """One optimizer step. Called from compiled code it is left out of the graph.
 
         Args:
             closure: recomputes the loss; called once, with gradients enabled.
@@ -293,15 +292,17 @@ class PeriodicRowMuon(Optimizer):
         Returns:
             What the closure returns, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self._step)(closure)
+        return self._step(closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if self._needs_process_group:
-            raise RuntimeError(
-                "this optimizer was unpickled, and its process group stayed in the process that pickled it: set "
-                "optimizer.process_group (to torch.distributed.group.WORLD, say) before its first step"
-            )
+            raise RuntimeError(UNPICKLED)
+        check_gradients(self.param_groups)
         self._gradient_watch.look(self.param_groups)
         muon = self._muon_params()
         if not self._compared:
@@ -309,7 +310,6 @@ class PeriodicRowMuon(Optimizer):
         if self.skip_nonfinite and not self._gradients_are_finite():
             self.num_skipped_steps += 1
             return loss
-        adamw.check_gradients(self.param_groups)
         shards = self._shards(muon)
         plan = self._plan(muon)
         self._runtime.prepare(plan, shards)
@@ -336,8 +336,8 @@ class PeriodicRowMuon(Optimizer):
     def _plan(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> StepPlan:
         """The plan of this step; made once for each set of refreshing parameters."""
         groups = {id(group): group for _, group, _ in muon}
-        kernels = {number: repr([group[key] for key in KERNEL_KEYS]) for number, group in groups.items()}
-        key = (*kernels.values(), *((id(parameter), due) for parameter, _, due in muon))
+        settings = (repr([group[key] for key in PLAN_KEYS]) for group in groups.values())
+        key = (*settings, *((id(parameter), due) for parameter, _, due in muon))
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > 64:  # a schedule, or freezing and unfreezing, has changed the sets
@@ -376,8 +376,8 @@ class PeriodicRowMuon(Optimizer):
         adamw_params = [(p, g) for g in self.param_groups if g["algorithm"] == "adamw" for p in g["params"]]
         entries = zip(muon, self._entries(muon), strict=True)
         muon_params = [(p, group, self.state[p], self._layouts[p], entry) for (p, group, _), entry in entries]
-        same = (self.options, self.skip_nonfinite)
-        compare_ranks(muon_params, adamw_params, same, self._process_groups, self._runtime)
+        how = (self.options, self.skip_nonfinite)
+        compare_ranks(muon_params, adamw_params, how, self._process_groups, self._runtime)
         self._compared = True
 
     # -------------------------------------------------------------------------------------------------- reports

@@ -46,9 +46,9 @@ def check_period(period: object) -> Period:
 
 def period_at(period: Period, step: int) -> tuple[int, int | None]:
     """(first step of the segment that ``step`` is in, its K)."""
-    if not isinstance(period, tuple):
-        return 0, period
-    return max(entry for entry in period if entry[0] <= step)
+    if isinstance(period, (tuple, list)):  # lists where a group's period was set later, as it may be
+        return max(entry for entry in period if entry[0] <= step)
+    return 0, period
 
 
 def is_refresh(period: Period, step: int, phase: int = 0) -> bool:
@@ -75,7 +75,7 @@ def assign_phases(costs: Sequence[float], periods: Sequence[Period]) -> list[int
     loads: dict[tuple[int, int], float] = {}
     phases: list[int] = []
     for cost, period in zip(costs, periods, strict=True):
-        segments = period if isinstance(period, tuple) else ((0, period),)
+        segments = period if isinstance(period, (tuple, list)) else ((0, period),)
         every = sorted({k for _, k in segments if k is not None})
         # As many phases as there are parameters are enough, and the lcm of a schedule's K can be huge.
         num_phases = min(math.lcm(*every), max(_MAX_PHASES, len(phases) + 1)) if every else 1

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from rowmuon.layout import Grid, Layout, grid_of, local_tensor
 
-__all__ = ["Comparison", "ProcessGroups", "check_process_group"]
+__all__ = ["UNPICKLED", "Comparison", "ProcessGroups", "check_process_group"]
 
 Ranks = tuple[int, ...]
+UNPICKLED = (
+    "this optimizer was unpickled, and its process group stayed in the process that pickled it: set "
+    "optimizer.process_group (to torch.distributed.group.WORLD, say) before its first step"
+)
 
 _made: tuple[Any, dict[Ranks, Any]] = (None, {})
 """(default process group, what was made under it): many optimizers on one mesh, say one for each parameter in a

@@ -75,7 +75,7 @@ def make_shard(
     """This rank's part of a parameter. Its gradient must be placed as it is.
 
     Raises:
-        ValueError: a sparse or otherwise placed gradient; the parameter is named.
+        ValueError: a gradient that is placed otherwise; the parameter is named.
     """
     box = layout.box(rank)
     copies: list[tuple[Tensor, Tensor]] = []
@@ -108,8 +108,6 @@ def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
     grad = parameter.grad
     if grad is None:
         return None
-    if grad.is_sparse:
-        raise ValueError(f"parameter {name_of(group, parameter)!r} has a sparse gradient; Muon needs a dense one")
     if getattr(grad, "placements", None) != getattr(parameter, "placements", None):
         raise ValueError(
             f"parameter {name_of(group, parameter)!r} is placed {getattr(parameter, 'placements', None)}, its gradient "

@@ -1,4 +1,4 @@
-"""Steps that have nothing to do: no gradient has ever come."""
+"""Gradients that no step can take, and steps that have nothing to do since no gradient has ever come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["MOST_EMPTY_STEPS", "GradientWatch"]
+from rowmuon.groups import name_of
+
+__all__ = ["MOST_EMPTY_STEPS", "GradientWatch", "check_gradients"]
 
 MOST_EMPTY_STEPS = 10
 """Some call ``step()`` once before training, to please a scheduler; nobody does so ten times."""
@@ -45,4 +47,19 @@ class GradientWatch:
             if self._num_empty_steps >= MOST_EMPTY_STEPS:
                 raise RuntimeError(f"after {self._num_empty_steps} steps, {text}")
             if self._num_empty_steps == 1:
-                warnings.warn(text, RuntimeWarning, stacklevel=5)
+                warnings.warn(text, RuntimeWarning, stacklevel=6)
+
+
+def check_gradients(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Before a step changes anything.
+
+    Raises:
+        ValueError: a sparse gradient; the parameter is named.
+    """
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                algorithm = {"muon": "Muon", "adamw": "AdamW"}[group["algorithm"]]
+                raise ValueError(
+                    f"parameter {name_of(group, parameter)!r} has a sparse gradient; {algorithm} needs a dense one"
+                )

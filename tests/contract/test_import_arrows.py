@@ -36,7 +36,7 @@ ROWMUON = {
     "memory": "buckets",
     "plan": "layout buckets owners memory",
     # what the plan is told of each parameter
-    "entries": "plan layout device coefficients orthogonalize update groups",
+    "entries": "plan layout device coefficients orthogonalize update groups routing",
     # what a parameter group says, and what a rank holds of a parameter
     "groups": "layout coefficients orthogonalize period routing update",
     "shards": "layout update compiled buckets groups",
@@ -47,7 +47,7 @@ ROWMUON = {
     "clipping": "layout runtime",
     "state": "adamw groups period update",
     "agreement": "groups layout plan process_groups runtime",
-    "watch": "",
+    "watch": "groups",
     "report": "groups routing",
     "optimizer": "*",
     "muon": "optimizer",

@@ -150,10 +150,11 @@ def test_a_meta_parameter_of_adamw_is_named_too() -> None:
         rowmuon.PeriodicRowMuon([group])
 
 
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
 @pytest.mark.parametrize("index", [0, 2], ids=["muon", "adamw"])
-def test_a_sparse_gradient_is_named_before_anything_changes(index: int) -> None:
+def test_a_sparse_gradient_is_named_before_anything_changes(index: int, skip_nonfinite: bool) -> None:
     params = make_params([(8, 8), (6, 6), (5,)])
-    optimizer = mixed_optimizer(params)
+    optimizer = mixed_optimizer(params, skip_nonfinite=skip_nonfinite)
     train(optimizer, params, 1)
     give_grads(params, 1)
     params[index].grad = params[index].grad.to_sparse()
@@ -162,6 +163,25 @@ def test_a_sparse_gradient_is_named_before_anything_changes(index: int) -> None:
         optimizer.step()
     assert_equal([*params, *(momentum_of(optimizer, p) for p in params[:2])], before)
     assert [optimizer.state[p]["step"] for p in params[:2]] == [1, 1]
+
+
+@pytest.mark.parametrize(("key", "value"), [("chunks", 2), ("stack_dims", 1)])
+def test_which_matrices_a_parameter_is_cannot_be_changed_later(key: str, value: int) -> None:
+    # Without a word it would go on as built, and `describe` would show the new value.
+    params = make_params([(8, 4, 3), (8, 4, 3)])
+    optimizer = rowmuon.PeriodicRowMuon(
+        [{"params": [("a", params[0])], "stack_dims": 0}, {"params": [("b", params[1])]}]
+    )
+    train(optimizer, params, 2)
+    before = copies(params)
+    old, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], value
+    for look in (optimizer.step, optimizer.describe):
+        with pytest.raises(ValueError, match=rf"{key}={value}.*built with chunks=1, stack_dims=0 for parameter 'a'"):
+            look()
+    assert_equal(params, before)
+    optimizer.param_groups[0][key] = old
+    optimizer.param_groups[1]["stack_dims"] = 1  # what None meant
+    train(optimizer, params, 2)
 
 
 def test_a_non_leaf_and_something_else() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -92,6 +92,47 @@ def test_zero_grad(set_to_none: bool) -> None:
     give_grads(params, 0)
     optimizer.zero_grad(set_to_none=set_to_none)
     assert all((p.grad is None) if set_to_none else not p.grad.any() for p in params)
+
+
+def test_a_compiled_training_step_leaves_the_optimizer_out() -> None:
+    compiled, eager = make_params(SHAPES), make_params(SHAPES)
+    optimizer, reference = mixed_optimizer(compiled, skip_nonfinite=True), mixed_optimizer(eager, skip_nonfinite=True)
+
+    @torch.compile(backend="eager")
+    def training_step() -> torch.Tensor:
+        loss = sum(p.square().sum() for p in compiled)
+        optimizer.step()
+        return loss + 1
+
+    stepped = torch.compile(optimizer.step, backend="eager")
+    for step, take in enumerate((training_step, training_step, stepped, stepped, optimizer.step)):
+        give_grads(compiled, step)
+        give_grads(eager, step)
+        take()
+        reference.step()
+    assert_equal(compiled, eager)
+
+
+SURROUNDINGS = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "another default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS)
+def test_what_surrounds_a_step_changes_nothing(surrounding: Callable[[], contextlib.AbstractContextManager]) -> None:
+    # Autocast would take Newton-Schulz to bf16, which is asked for in fp32.
+    within, outside = make_params(SHAPES), make_params(SHAPES)
+    settings = {"period": 2, "skip_nonfinite": True, "ns_dtype": torch.float32}
+    optimizer, reference = mixed_optimizer(within, **settings), mixed_optimizer(outside, **settings)
+    for step in range(4):
+        give_grads(within, step)
+        give_grads(outside, step)
+        with surrounding():
+            optimizer.step()
+        reference.step()
+    assert_equal(within, outside)
 
 
 # ------------------------------------------------------------------------------------------------------------ groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_a_scheduler_after_a_skipped_step() -> None:
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert optimizer.next_step_kind == "refresh"
+
+
+@pytest.mark.parametrize("period", [((0, 3), (4, 1)), [[0, 3], [4, 1]]], ids=["tuples", "lists"])
+def test_a_period_that_is_set_later_is_followed(period: Any) -> None:
+    params = make_params(SHAPES)
+    optimizer = mixed_optimizer(params, period=2, stagger=True)
+    counted = [0]
+    for step in range(6):
+        if step == 1:
+            optimizer.param_groups[0]["period"] = period
+            optimizer.add_param_group({"params": make_params([(3, 3)]), "period": None})  # assigns phases anew
+        give_grads(params, step)
+        optimizer.step()
+        counted.append(sum(counts.num_orthogonalizations for counts in optimizer.traffic.values()))
+    # Both at first; each once in steps 1 to 3, as their phases say; then, with K = 1, both in every step.
+    assert [b - a for a, b in itertools.pairwise(counted)] == [2, 1, 0, 1, 2, 2]
 
 
 def test_settings_changed_in_a_group_are_followed() -> None:
