@@ -332,6 +332,9 @@ class Pixels:
     def decode(self, x: Tensor) -> Tensor:
         return to_uint8(x).cpu()
 
+    def describe(self) -> dict[str, Any]:
+        return {"name": "pixels"}
+
 
 def monitor_here(folder: str, config: RunConfig) -> dict[str, Any]:
     world = world_here(config)

@@ -107,6 +107,7 @@ def test_the_whole_life_of_a_run(images: Path, tmp_path: Path) -> None:
     evaluations = read_jsonl(folder / "evaluations.jsonl")
     assert [row["step"] for row in evaluations] == [0, 9]
     assert all((folder / row["grid"]).is_file() and row["val_loss"] > 0 for row in evaluations)
+    assert all(row["score_report"] > 0 for row in evaluations)  # of decoded latents against decoded latents
 
     run("rowdit", *train[:4], "--out", "alone", *FLAGS, cwd=tmp_path)  # on one process, never stopped
     alone = [row["loss"] for row in read_jsonl(tmp_path / "alone" / "log.jsonl")]

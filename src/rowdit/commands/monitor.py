@@ -2,8 +2,9 @@
 
 val_loss           flow-matching loss of held-out images at fixed t and noise, of the averaged weights
 val_loss_by_t      the same by the quarter of [0, 1] that t lies in: {"0.00-0.25": ...}
-score_report, kid  distances of `evaluate.num_samples` samples from the held-out images (pixels alone; `rowdit eval`
-                   scores runs on latents), with their fingerprint
+score_report, kid  distances of `evaluate.num_samples` samples from the held-out images, with their fingerprint. A model
+                   of latents is compared with held-out latents, decoded as its samples are (`rowdit eval` compares it
+                   with real images)
 grid               the sample grid, a PNG in the run's folder
 """
 
@@ -25,7 +26,7 @@ from rowdit.train.config import RunConfig
 from rowdit.train.world import World
 
 if TYPE_CHECKING:
-    from rowdit.evaluate import Reference
+    from rowdit.evaluate import EfficientNetLite0Features, Reference
     from rowdit.evaluate.generate import Decoder
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -69,7 +70,7 @@ class Monitor:
         if not sampled:
             return measured
         num_grid = self.config.evaluate.grid_images
-        num = max(num_grid, self.config.evaluate.num_samples if self.makes_pixels else 0)
+        num = max(num_grid, self.config.evaluate.num_samples)
         labels = torch.arange(num) % num_classes
         try:
             images = self._generate(model, labels)
@@ -79,8 +80,7 @@ class Monitor:
             grid = Path("samples") / f"step_{step:07d}.png"
             self._write_grid(self.run / grid, images[:num_grid], num_classes)
             measured["grid"] = grid.as_posix()
-            if self.makes_pixels:
-                measured |= self._score(images[: self.config.evaluate.num_samples])
+            measured |= self._score(images[: self.config.evaluate.num_samples])
         self.world.barrier()
         return measured
 
@@ -146,13 +146,11 @@ class Monitor:
 
     def _score(self, images: Tensor) -> dict[str, Any]:
         """Distances of the samples; the main rank alone, the others wait."""
-        from rowdit.evaluate import EfficientNetLite0Features, Sampling, load_or_compute_reference, score_images
+        from rowdit.evaluate import EfficientNetLite0Features, Sampling, score_images
 
-        features = EfficientNetLite0Features()
+        features = EfficientNetLite0Features(self.world.device)
         if self._reference is None:
-            self._reference = load_or_compute_reference(
-                self.run / "evaluation", self.held_out, features, progress=lambda done, total: self.check_stop()
-            )
+            self._reference = self._open_reference(features)
         e = self.config.evaluate
         decay, interval = self.config.train.ema_decay, e.guidance_interval
         sampling = Sampling(e.sampler, e.num_steps, e.guidance, e.seed, 0, decay, interval, e.time_shift)
@@ -162,3 +160,16 @@ class Monitor:
             "kid": kernel.value,
             "fingerprint": frechet.to_json()["fingerprint"],
         }
+
+    def _open_reference(self, features: EfficientNetLite0Features) -> Reference:
+        """Of the held-out images; of latents, which are dear to decode, no more than are measured anyway."""
+        from rowdit.evaluate import load_or_compute_reference
+        from rowdit.evaluate.decoded import DecodedDataset
+
+        held_out, num = self.held_out, len(self.held_out)
+        if self.decoder is not None:
+            held_out = DecodedDataset(self.held_out, self.decoder, BATCH)
+            num = min(num, max(self.config.evaluate.num_val_images, self.config.evaluate.num_samples))
+        return load_or_compute_reference(
+            self.run / "evaluation", held_out, features, num, progress=lambda done, total: self.check_stop()
+        )
