@@ -24,12 +24,14 @@ def describe(optimizer: PeriodicRowMuon) -> str:
             layout = optimizer._layouts.get(parameter)
             matrices = "" if layout is None else f"{layout.num_matrices} of {'x'.join(map(str, layout.matrix_shape))}"
             held = "" if layout is None else _placement(layout)
-            frozen = "" if parameter.requires_grad else "frozen"
-            rows.append((name_of(group, parameter), shape, group["algorithm"], matrices, held, frozen))
+            phase = f"phase {optimizer.state[parameter]['phase']}" if optimizer.stagger and layout is not None else ""
+            note = phase if parameter.requires_grad else "frozen"
+            rows.append((name_of(group, parameter), shape, group["algorithm"], matrices, held, note))
     parts = [table(("parameter", "shape", "algorithm", "matrices", "layout", ""), rows)]
     for group in optimizer.param_groups:
         hidden = ("params", "param_names")
         parts.append("group: " + ", ".join(f"{k}={v!r}" for k, v in group.items() if k not in hidden))
+    parts.append("computed with: " + ", ".join(f"{k}={v}" for k, v in _options(optimizer).items()))
     refresh, row = optimizer.plan("refresh"), optimizer.plan("row")
     rank = optimizer._runtime.rank
     buckets = [
@@ -43,8 +45,26 @@ def describe(optimizer: PeriodicRowMuon) -> str:
         for i, bucket in enumerate(refresh.buckets)
     ]
     parts.append(table(("bucket", "kind", "matrices", "owned here", "bytes of the stack"), buckets))
-    parts.append("\n".join(_cost(kind, plan, rank) for kind, plan in (("refresh", refresh), ("row step", row))))
+    # Staggered, all refresh together in the first step of each entry of the period alone.
+    whole = "refresh of all" if optimizer.stagger else "refresh"
+    parts.append("\n".join(_cost(kind, plan, rank) for kind, plan in ((whole, refresh), ("row step", row))))
     return "\n\n".join(parts)
+
+
+def _options(optimizer: PeriodicRowMuon) -> dict[str, object]:
+    """What the constructor decides and no group says."""
+    options = optimizer.options
+    state_dtype = optimizer.state_dtype or "the parameter's"
+    return {
+        "refresh": repr(options.refresh),
+        "stagger": optimizer.stagger,
+        "ns_dtype": optimizer.ns_dtype,
+        "state_dtype": state_dtype,
+        "comm_dtype": options.comm_dtype,
+        "bucket_bytes": f"{options.bucket_bytes:,}",
+        "skip_nonfinite": optimizer.skip_nonfinite,
+        "compile": optimizer.compile,
+    }
 
 
 def _placement(layout: Layout) -> str:

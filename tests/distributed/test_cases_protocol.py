@@ -13,7 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import rowmuon
 from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part, relative
@@ -150,6 +154,35 @@ def run_p5() -> None:
         optimizer.step()
         loaded.step()
     assert_equal_bits(bits(dict(other.named_parameters())), bits(dict(model.named_parameters())))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_P5_whole_state_dicts_that_rank_0_broadcasts(ranks, world_size):
+    ranks(world_size).run(run_p5_whole)
+
+
+def run_p5_whole() -> None:
+    """As many trainers save: gathered on the CPU of rank 0 alone, and sent out from there when it is loaded."""
+    model, other = module_of("2:S0"), module_of("2:S0")
+    held, others = dict(model.named_parameters()), dict(other.named_parameters())
+    optimizer, loaded = (optimizer_on(params, EVERY_SHAPE) for params in (held, others))
+    for step in range(2):
+        give_gradients(held, EVERY_SHAPE, step)
+        optimizer.step()
+    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert bool(whole) == (dist.get_rank() == 0)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(other, loaded, whole, options=options)
+    with torch.no_grad():
+        for name, parameter in others.items():
+            parameter.copy_(held[name])
+    for step in range(2, 5):
+        give_gradients(held, EVERY_SHAPE, step)
+        give_gradients(others, EVERY_SHAPE, step)
+        assert optimizer.next_step_kind == loaded.next_step_kind
+        optimizer.step()
+        loaded.step()
+    assert_equal_bits(bits(others), bits(held))
 
 
 @pytest.mark.parametrize("world_size", [2])

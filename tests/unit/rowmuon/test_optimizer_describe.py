@@ -38,6 +38,23 @@ def test_describe_shows_routing_layout_buckets_and_cost() -> None:
     assert "row step: 0 FLOPs, 0 orthogonalisations" in text
 
 
+def test_describe_shows_how_it_is_computed() -> None:
+    text = named_optimizer().describe()
+    assert "computed with: refresh='exchange', stagger=False, ns_dtype=torch.bfloat16, state_dtype=the par" in text
+    assert "skip_nonfinite=False, compile=False" in text and "phase" not in text
+    optimizer = named_optimizer(
+        refresh="gather", stagger=True, skip_nonfinite=True, state_dtype=torch.float32, bucket_bytes=4096
+    )
+    text = optimizer.describe()
+    assert "refresh='gather', stagger=True" in text and "state_dtype=torch.float32" in text
+    assert "bucket_bytes=4,096, skip_nonfinite=True" in text
+    rows = {line.split()[0]: line.split()[-2:] for line in text.splitlines() if line.startswith("attn.")}
+    phases = [optimizer.state[group["params"][0]]["phase"] for group in optimizer.param_groups[:2]]
+    assert (rows["attn.qkv"], rows["attn.out"]) == (["phase", str(phases[0])], ["phase", str(phases[1])])
+    assert sorted(phases) == [0, 1]
+    assert "\nrefresh of all: " in text and "\nrefresh: " not in text
+
+
 def test_describe_changes_nothing() -> None:
     params, others = make_params([(8, 8), (5,)]), make_params([(8, 8), (5,)])
     watched, plain = mixed_optimizer(params), mixed_optimizer(others)
