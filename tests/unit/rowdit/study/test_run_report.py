@@ -82,6 +82,13 @@ def test_every_curve_is_drawn_against_steps_and_against_seconds(run):
         assert bins["t in 0.50 to 0.75"] == pytest.approx(third, rel=1e-3)
 
 
+def test_time_is_the_sum_of_the_steps_so_far(run):
+    (line,) = charts_of(read_page(run))["loss-by-seconds"]["series"]
+    seconds = [row["seconds"] for row in rows_of(run, "log")]
+    middle = sum(sum(seconds[:step]) for step in range(116, 121)) / 5  # of the last window, steps 116 to 120
+    assert line["x"][-1] == pytest.approx(middle, rel=1e-5)
+
+
 def test_loss_and_gradient_norm_are_raw_and_smoothed(run):
     page = read_page(run)
     log = rows_of(run, "log")
