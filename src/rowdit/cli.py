@@ -32,6 +32,14 @@ VERBS = {
     "data": "data",
 }
 
+# module that defines it, name
+USER_ERRORS = (
+    ("rowdit.data.batch", "DataError"),
+    ("rowdit.study.report.reading", "StudyError"),
+    ("rowdit.train.checkpoint", "CheckpointError"),
+    ("rowdit.train.plain", "ConfigError"),
+)
+
 USAGE = """\
 usage: rowdit VERB [ARGUMENTS]      rowdit VERB --help says more
 
@@ -90,10 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _user_errors() -> tuple[type[Exception], ...]:
-    """Errors whose message is for the user, with no traceback: bad configs and data, a full disk."""
-    from rowdit.data import DataError
-    from rowdit.study.report import StudyError
-    from rowdit.train.checkpoint import CheckpointError
-    from rowdit.train.config import ConfigError
+    """Errors whose message is for the user, with no traceback: bad configs and data, a full disk.
 
-    return ConfigError, DataError, StudyError, CheckpointError, OSError
+    What was raised comes from a module that is loaded, so none is imported here: a fault in one would hide the message.
+    """
+    loaded = [vars(sys.modules[module])[name] for module, name in USER_ERRORS if module in sys.modules]
+    return *loaded, OSError

@@ -84,8 +84,10 @@ def _get(arguments: list[str]) -> int:
 
 def _check(options: DataCheckOptions) -> int:
     """0 if every image can be used, 1 if some can't, 2 if a split can't be opened."""
-    from rowdit.data import DataError, open_dataset
+    from rowdit.data import DataError, check_num_classes, open_dataset
 
+    if options.num_workers < 0:
+        return fail(f"num_workers {options.num_workers} must be >= 0")
     names = ("channels", "num_classes", "image_key", "label_key")
     chosen: dict[str, Any] = {name: getattr(options, name) for name in names}
     size = None if options.source.startswith("latents:") else options.image_size
@@ -94,6 +96,7 @@ def _check(options: DataCheckOptions) -> int:
     for split in splits:
         try:
             dataset = open_dataset(options.source, split, size, **chosen)
+            check_num_classes(dataset, options.source, options.num_classes)
         except DataError as error:
             return fail(f"{split}: {error}")
         counts, bad_files = _decode_all(dataset, options.num_workers, split)

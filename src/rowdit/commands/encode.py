@@ -137,9 +137,9 @@ def _encode_all(command: EncodeCommand, rank: int, world_size: int, *, show: boo
 
 
 def _open(command: EncodeCommand, split: Any) -> Dataset:
-    from rowdit.data import open_dataset
+    from rowdit.data import check_num_classes, open_dataset
 
-    return open_dataset(
+    dataset = open_dataset(
         command.source,
         split,
         command.image_size,
@@ -150,6 +150,8 @@ def _open(command: EncodeCommand, split: Any) -> Dataset:
         image_key=command.image_key,
         label_key=command.label_key,
     )
+    check_num_classes(dataset, command.source, command.num_classes)
+    return dataset
 
 
 def _device(command: EncodeCommand) -> str:

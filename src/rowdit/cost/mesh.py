@@ -10,13 +10,15 @@ from functools import cached_property
 
 from rowmuon.layout import ROWS, Grid, Layout, Split
 
+MAX_RANKS = 2**20  # each rank is an entry of the grid: beyond this a typing error would fill the memory
+
 
 @dataclass(frozen=True)
 class RankMesh:
     """FSDP2 over ``world_size`` ranks: every parameter in `Shard(0)` over one mesh axis; with replicas, HSDP.
 
     Args:
-        world_size: ranks, >= 1.
+        world_size: ranks, 1 to `MAX_RANKS`.
         num_replicas: copies of the model; must divide world_size. 1 is FSDP2 over all ranks.
 
     Raises:
@@ -33,6 +35,8 @@ class RankMesh:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world_size = {self.world_size}: there must be at least one rank")
+        if self.world_size > MAX_RANKS:
+            raise ValueError(f"world_size = {self.world_size}: every rank is counted, and at most {MAX_RANKS:,} can be")
         if self.num_replicas < 1 or self.world_size % self.num_replicas:
             divisors = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
             near = min(divisors, key=lambda n: abs(n - self.num_replicas))

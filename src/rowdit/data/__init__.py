@@ -49,6 +49,7 @@ __all__ = [
     "batch_at",
     "check_image_size",
     "check_labels",
+    "check_num_classes",
     "model_input",
     "open_dataset",
     "stream_indices",
@@ -107,8 +108,9 @@ def open_dataset(
         The dataset; :class:`Dataset` says what it offers.
 
     Raises:
-        DataError: an unknown source or split, or data that is missing or can't be used.
-        ValueError: an option out of its range.
+        DataError: an unknown source or split, a size or number out of its range, or data that is missing or can't be
+            used.
+        ValueError: another option out of its range.
 
     Example:
         >>> open_dataset("bundled", split="reference").image_shape
@@ -116,6 +118,11 @@ def open_dataset(
     """
     if split not in get_args(Split):
         raise DataError(f"split {split!r} is not one of {', '.join(get_args(Split))}")
+    if channels not in (None, 1, 3) and not spec.startswith("latents:"):
+        raise DataError(f"channels {channels} must be 3 for RGB or 1 for grey")
+    for name, value in (("image_size", image_size), ("num_classes", num_classes)):
+        if value is not None and value < 1:
+            raise DataError(f"{name} {value} must be >= 1")
     kind, _, place = spec.partition(":")
     if kind in OPENERS and place:
         if image_size is None:
@@ -141,6 +148,16 @@ def open_dataset(
     if channels not in (None, dataset.image_shape[0]):
         raise DataError(f"{spec} has {dataset.image_shape[0]} channel(s), not {channels}; leave channels out")
     return dataset
+
+
+def check_num_classes(dataset: Dataset, spec: str, num_classes: int | None) -> None:
+    """Refuses a number of classes that the source, which names its own, contradicts.
+
+    Raises:
+        DataError: naming both numbers.
+    """
+    if num_classes not in (None, dataset.num_classes):
+        raise DataError(f"{spec} has {dataset.num_classes} classes, not {num_classes}; leave num_classes out")
 
 
 def _refuse(spec: str, keys: dict[str, str | None]) -> None:

@@ -241,6 +241,9 @@ def check_dataset(config: RunConfig, dataset: Dataset) -> None:
             "set model.in_channels and model.image_size"
         )
     if dataset.num_classes != model.num_classes:
-        raise ConfigError(f"model.num_classes = {model.num_classes}, but the data has {dataset.num_classes} classes")
+        raise ConfigError(
+            f"model.num_classes = {model.num_classes}, but the data has {dataset.num_classes} classes; give "
+            f"--model.num-classes {dataset.num_classes}, or another data.source"
+        )
     if len(dataset) < 1:
         raise ConfigError(f"the data source {config.data.source!r} holds no images")
