@@ -312,6 +312,7 @@ class PeriodicRowMuon(Optimizer):
             return loss
         shards = self._shards(muon)
         plan = self._plan(muon)
+        self._runtime.compile_rows = self.compile  # may be set after a compiler has failed
         self._runtime.prepare(plan, shards)
         counts = self.traffic[_kind([due for *_, due in muon])]
         counts.num_steps += 1

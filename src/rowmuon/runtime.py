@@ -91,7 +91,7 @@ class Runtime:
     ) -> None:
         self.rank = rank
         self.group_of = group_of
-        self.compile_rows = compile_rows
+        self.compile_rows = compile_rows  # may change between steps
 
     # ------------------------------------------------------------------------------------------------ the step
 

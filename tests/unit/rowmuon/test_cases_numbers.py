@@ -207,6 +207,23 @@ def test_N5_lr_as_a_tensor_is_followed_and_never_read(dtype: torch.dtype) -> Non
     assert relative_difference(constant, floats, start) > 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_N5_no_step_reads_any_value(dtype: torch.dtype) -> None:
+    # A fake tensor has no value: `tolist` and `numpy`, which no dispatch mode sees on a CPU, raise as `item` does.
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    with FakeTensorMode():
+        params = make_params([(16, 8), (8, 24), (2, 4, 4), (5,)], dtype=dtype)
+        optimizer = mixed_optimizer(params, lr=torch.ones(()), period=3)
+        optimizer.param_groups[1]["lr"] = torch.ones(())
+        for step in range(4):
+            give_grads(params, step)
+            optimizer.step()
+        with pytest.raises(DataDependentOutputException):  # the test would see it
+            optimizer.param_groups[0]["lr"].tolist()
+    assert (optimizer.traffic["refresh"].num_steps, optimizer.traffic["row"].num_steps) == (2, 2)
+
+
 def test_N5_a_momentum_schedule_is_followed() -> None:
     (parameter,) = make_params([(8, 8)])
     optimizer = rowmuon.PeriodicRowMuon([parameter], lr=0.02, period=2)

@@ -242,6 +242,12 @@ def test_failure_names_the_way_out_and_changes_nothing(monkeypatch: pytest.Monke
             opt.step()
     torch.testing.assert_close((params, opt.state_dict()["state"]), before, rtol=0, atol=0)
     assert opt.traffic == traffic
+    opt.compile = False  # the way out, without another optimizer
+    opt.step()
+    assert opt.state[params[2]]["step"] == 2 and not torch.equal(params[2], before[0][2])
+    opt.compile = True
+    with pytest.raises(RuntimeError, match="no such compiler"):
+        opt.step()
     compiled._build.cache_clear()
 
 
