@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from rowmuon import update
 from rowmuon.device import compute_device
@@ -142,10 +143,13 @@ def _can_compile(*tensors: Tensor) -> bool:
     A single row or column doesn't, since torch.compile takes a 1 for a constant. Nor do other strides than those of a
     matrix that is alone in its memory, row by row: each is another compilation, of which torch allows eight, and for a
     transposed weight and momentum under a gradient that isn't the CPU's inductor of torch 2.13 steps wrongly (it reads
-    the momentum once more after it has written it). Nor fake tensors.
+    the momentum once more after it has written it). Nor fake tensors, nor anything under a dispatch mode (a counter of
+    FLOPs or collectives): it is to see every operation, and torch.compile would refuse.
     """
     first = tensors[0]
-    return min(first.shape) > 1 and compute_device(first) != "fake" and all(t.is_contiguous() for t in tensors)
+    if min(first.shape) <= 1 or _get_current_dispatch_mode() is not None or compute_device(first) == "fake":
+        return False
+    return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def _by_dtypes(matrices: Sequence[_Matrix]) -> dict[tuple[Any, ...], list[_Matrix]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,6 +145,38 @@ def run_frozen() -> None:
     found = full_of(params)
     for name, parameter in alone.items():
         torch.testing.assert_close(found[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ compiled row steps
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on PATH")
+@pytest.mark.parametrize("world_size", [2])
+def test_compiled_row_steps_on_ranks(ranks, world_size):
+    """Whole rows and split ones, on ranks that hold little or nothing of a matrix and so step it eagerly."""
+    ranks(world_size).run(run_compiled, timeout_s=120.0)
+
+
+def run_compiled() -> None:
+    specs = (
+        Spec("a", (5, 12)),
+        Spec("b", (3, 8)),
+        Spec("row", (1, 8)),
+        Spec("qkv", (6, 7), chunks=3),
+        Spec("e", (3, 4, 6)),
+    )
+    for layout in ("2:S0", "2:S1"):
+        params, alone = build(specs, layout), build(specs, "1:alone")
+        here, there = optimizer_on(params, specs, compile=True), optimizer_on(alone, specs)
+        for step in range(5):
+            give_gradients(params, specs, step)
+            give_gradients(alone, specs, step)
+            counted_step(here, watched=step == 4)  # watched by torch nothing is compiled
+            there.step()
+        found = full_of(params)
+        for name, parameter in alone.items():
+            torch.testing.assert_close(found[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ built too early

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 
 import rowmuon
 from optimizer_cases import give_grads, make_params
@@ -258,6 +260,21 @@ def test_a_split_row_step_is_built_whole_before_its_first_half(monkeypatch: pyte
         compiled.build_split_row_step(weight, momentum, grad)
     assert bool((weight == 1).all()) and bool((momentum == 1).all())
     compiled._build.cache_clear()
+
+
+@needs_compiler
+def test_under_a_dispatch_mode_it_steps_eagerly() -> None:
+    # torch.compile refuses there; some count FLOPs or collectives in every hundredth step, say.
+    params, others = make_params([(40, 24)]), make_params([(40, 24)])
+    opt, eager = (rowmuon.PeriodicRowMuon(p, lr=0.02, period=None, compile=p is params) for p in (params, others))
+    compiled._build.cache_clear()
+    for step in range(4):
+        give_grads(params, step)
+        give_grads(others, step)
+        with FlopCounterMode(display=False) if step % 2 else contextlib.nullcontext():
+            opt.step()
+        eager.step()
+    torch.testing.assert_close(params, others, rtol=1e-5, atol=1e-6)
 
 
 def test_fake_tensors_take_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> None:
