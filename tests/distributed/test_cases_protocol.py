@@ -88,6 +88,32 @@ def run_p1_value() -> None:
     assert torch.equal(full(params["w"])[:3], alone["w"].detach()[:3])
 
 
+@pytest.mark.parametrize("refresh", ["exchange", "gather"])
+@pytest.mark.parametrize("world_size", [2])
+def test_P1_where_a_gradient_is_missing_the_momentum_stands_for_it(ranks, world_size, refresh):
+    ranks(world_size).run(run_p1_momentum, refresh)
+
+
+def run_p1_momentum(refresh: str) -> None:
+    """Once there is one: the other rank moves its rows by the matrix of its direction and this rank's momentum."""
+    spec = Spec("w", (6, 8))
+    params = build((spec,), "2:S0")
+    optimizer = optimizer_on(params, (spec,), refresh=refresh, period=1, weight_decay=0.0)
+    give_gradients(params, (spec,), 0)
+    optimizer.step()
+    before, direction = full(params["w"]), full(optimizer.state[params["w"]]["momentum_buffer"])
+    give_gradients(params, (spec,), 1)
+    grad = full(params["w"].grad)[:3]
+    if dist.get_rank() == 1:
+        params["w"].grad = None
+    optimizer.step()
+    direction[:3] = direction[:3].lerp(grad, 0.05)
+    direction[:3] = grad.lerp(direction[:3], 0.95)
+    moved = rowmuon.newton_schulz(direction, "keller_jordan", dtype=torch.float32)
+    assert relative(before[:3] - full(params["w"])[:3], 0.02 * moved[:3]) < 1e-5
+    assert torch.equal(full(params["w"])[3:], before[3:])
+
+
 # --------------------------------------------------------------------------------------------------------------- P2
 
 
