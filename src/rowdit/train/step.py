@@ -39,8 +39,8 @@ class StepResult:
     """What a step did. `seconds` is the whole step on this rank, and of it `optimizer_seconds` the optimizer's own.
 
     The other parts are those of the forward and backward passes and of the averages; clipping and the draws are the
-    rest. A gradient that travels during the backward pass counts there. Of the optimizer's seconds, `gather_seconds` are
-    what a refresh takes for packing, sending, waiting and applying (0 for AdamW, as the next two), and
+    rest. A gradient that travels during the backward pass counts there. Of the optimizer's seconds `gather_seconds` are
+    those of a refresh's packing, sending, waiting and applying (0 for AdamW, as the next two), and
     `newton_schulz_seconds` and `row_step_seconds` what they say.
     """
 
