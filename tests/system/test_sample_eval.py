@@ -181,14 +181,14 @@ def test_unfinished_samples_are_not_scored(run, real, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sample", "nix"], "nix has no checkpoint"),
+        (["sample", "nix"], "nix doesn't exist; name the folder"),
         (["sample", "RUN", "--num-images", "0"], "num_images = 0: must be an integer >= 1"),
         (["sample", "RUN", "--labels", "0,3"], "there is no class 3; the model has 0..2"),
         (["sample", "RUN", "--which", "ema_0.5"], "holds no 'ema_0.5'; it holds ema, model"),
         (["sample", "RUN", "--step", "7"], "no checkpoint of step 7; complete are: 8, 12"),
         (["sample", "RUN", "--time-shift", "0"], "shift is 0.0"),
         (["sample", "RUN", "--device", "nix"], "--device nix"),
-        (["eval", "OVER"], "OVER has no checkpoint; complete are: none"),
+        (["eval", "OVER"], "OVER has no complete checkpoint; name the folder"),
         (["eval", "OTHERS"], "nothing to compare with: name real images with --reference"),
         (["eval", "OTHERS", "--reference", "SOME"], "30 images of the target are too few for a Frechet distance"),
         (["eval", "OTHERS", "--reference", "bundle"], "bundle is neither a folder, nor an npz or npy file"),

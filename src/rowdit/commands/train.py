@@ -56,14 +56,19 @@ class TrainOptions:
 
 def run(arguments: list[str]) -> int:
     options, config, recipe = parse(arguments)
+    from rowdit.train.resume import AnotherRunError
     from rowdit.train.world import join_world
 
     set_threads(options.threads)
     out = options.out or Path("out") / f"{recipe.replace('/', '-').replace(':', '-')}-train"
-    with join_world(config.parallel) as world:
-        outcome = _train(config, out, options, world)
-        if not world.is_main:
-            return 0
+    try:
+        with join_world(config.parallel) as world:
+            outcome = _train(config, out, options, world)
+            if not world.is_main:
+                return 0
+    except AnotherRunError as error:
+        go_on = "--allow-changes to go on with it, " if error.state_fits else ""
+        return fail(f"{error}; give {go_on}another --out, or --fresh to start it over")
     if outcome.status == "interrupted":
         again = shlex.join(["rowdit", "train", *(a for a in arguments if a != "--fresh")])
         return fail(f"stopped at step {outcome.step}; everything is saved. To go on: {again}", 130)

@@ -124,7 +124,7 @@ class Saver:
             if self.world.is_main:
                 publish(self._beside(step), self.folder / _folder_name(step), header)
                 for old in complete_ones(self.folder)[: -self.keep] if self.keep else ():
-                    shutil.rmtree(old.path, ignore_errors=True)
+                    remove(old.path)
 
     def _beside(self, step: int) -> Path:
         return self.folder / f".writing-{_folder_name(step)}"
@@ -181,7 +181,7 @@ def publish(beside: Path, final: Path, header: dict[str, Any]) -> None:
     write_json(beside / "state.json", header | {"files": files})
     _sync(beside)
     if final.exists():
-        shutil.rmtree(final)
+        remove(final)
     os.replace(beside, final)
     _sync(final.parent)
 
@@ -201,10 +201,19 @@ def complete_ones(folder: Path) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda c: c.step)
 
 
+def remove(path: Path) -> None:
+    """Deletes a checkpoint, under another name first: killed half-way, what is left is known for what it is."""
+    gone = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def remove_leftovers(folder: Path) -> None:
-    """Half-written checkpoints of killed processes."""
-    for path in folder.glob(".writing-step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+    """Half-written and half-deleted checkpoints of killed processes."""
+    for pattern in (".writing-step-*", ".removing-step-*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,21 +285,27 @@ def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
-def find(run: Path, step: int | None = None) -> Checkpoint:
+def find(run: Path | str, step: int | None = None) -> Checkpoint:
     """The checkpoint of a run at a step; the newest for None.
 
     Raises:
         CheckpointError: there is none; the steps that there are are named.
     """
+    run = Path(run)
     there = complete_ones(run / "checkpoints")
     wanted = there[-1:] if step is None else [checkpoint for checkpoint in there if checkpoint.step == step]
     if wanted:
         return wanted[0]
-    steps = ", ".join(str(checkpoint.step) for checkpoint in there) or "none"
-    raise CheckpointError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}; complete are: {steps}")
+    if not there:
+        what = "has no complete checkpoint" if run.is_dir() else "is no folder" if run.exists() else "doesn't exist"
+        raise CheckpointError(f"{run} {what}; name the folder that rowdit train wrote (its --out)")
+    steps = ", ".join(str(checkpoint.step) for checkpoint in there)
+    raise CheckpointError(f"{run} has no checkpoint of step {step}; complete are: {steps}")
 
 
-def load_model(run: Path, which: str = "ema", *, step: int | None = None, device: torch.device | str = "cpu") -> DiT:
+def load_model(
+    run: Path | str, which: str = "ema", *, step: int | None = None, device: torch.device | str = "cpu"
+) -> DiT:
     """The model of a run, plain and whole, whatever number of ranks trained it.
 
     Args:

@@ -28,8 +28,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(
-    run: Path,
-    out: Path,
+    run: Path | str,
+    out: Path | str,
     *,
     which: str = "ema",
     step: int | None = None,
@@ -55,6 +55,7 @@ def export(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
+    run, out = Path(run), Path(out)
     found = checkpoint.find(run, step)
     header = checkpoint.read_header(found)
     origin = {
@@ -77,7 +78,7 @@ def export(
     return origin
 
 
-def load_export(path: Path, device: torch.device | str = "cpu") -> DiT:
+def load_export(path: Path | str, device: torch.device | str = "cpu") -> DiT:
     """The model in an exported file, in eval mode; its shape is `model.config`.
 
     Raises:
@@ -100,7 +101,7 @@ def load_export(path: Path, device: torch.device | str = "cpu") -> DiT:
     return model.eval()
 
 
-def read_metadata(path: Path) -> dict[str, str]:
+def read_metadata(path: Path | str) -> dict[str, str]:
     """The header's metadata of an exported file.
 
     Raises:

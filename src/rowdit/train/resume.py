@@ -25,6 +25,19 @@ ESSENTIAL = ("model.", "train.seed", "optimizer.name", "optimizer.adaln", "train
 """What can't change: the state would fit no longer, or the stream of data would be another one."""
 
 
+class AnotherRunError(ConfigError):
+    """A folder holds a run of other settings.
+
+    Args:
+        message: what differs.
+        state_fits: whether `allow_changes` would go on with it.
+    """
+
+    def __init__(self, message: str, state_fits: bool) -> None:
+        super().__init__(message)
+        self.state_fits = state_fits
+
+
 def check_same_run(
     folder: Path, config: RunConfig, dataset: Dataset | None = None, *, allow_changes: bool = False
 ) -> list[str]:
@@ -41,7 +54,7 @@ def check_same_run(
         What differs and may.
 
     Raises:
-        ConfigError: listing what differs and may not.
+        AnotherRunError: listing what differs and may not.
     """
     changed: list[str] = []
     refused: list[str] = []
@@ -55,7 +68,8 @@ def check_same_run(
         if before != dataset.fingerprint:
             (changed if allow_changes else refused).append(f"data: {before} -> {dataset.fingerprint}")
     if refused:
-        raise ConfigError(f"{folder} holds another run ({'; '.join(refused)})")
+        state_fits = not any(difference.startswith(ESSENTIAL) for difference in refused)
+        raise AnotherRunError(f"{folder} holds another run ({'; '.join(refused)})", state_fits)
     return changed
 
 
@@ -80,10 +94,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remove_run(folder: Path) -> None:
-    """Deletes what a run wrote into its folder, and nothing else."""
-    for name in ("config.json", "dataset.json", "log.jsonl", "evaluations.jsonl", "finished.json"):
-        (folder / name).unlink(missing_ok=True)
-    for name in ("log.csv", "evaluations.csv", "optimizer.txt", "wandb_id"):
-        (folder / name).unlink(missing_ok=True)
+    """Deletes what a run wrote into its folder, and nothing else.
+
+    Killed half-way, what is left is refused or overwritten, never gone on with: the ending goes first, and the config,
+    by which another run is told, after the states.
+    """
+    (folder / "finished.json").unlink(missing_ok=True)
     for name in ("checkpoints", "samples", "averages", "evaluation", "tensorboard", "wandb"):
         shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("log.jsonl", "log.csv", "evaluations.jsonl", "evaluations.csv", "optimizer.txt", "wandb_id"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("dataset.json", "config.json"):
+        (folder / name).unlink(missing_ok=True)

@@ -6,6 +6,7 @@ values go through every verb that reads images.
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
@@ -81,3 +82,33 @@ def test_the_errors_for_the_user_are_where_the_table_says():
     for module, name in cli.USER_ERRORS:
         error = getattr(importlib.import_module(module), name)
         assert error.__module__ == module and issubclass(error, Exception)
+
+
+@pytest.mark.parametrize("verb", ["sample", "export"])
+def test_a_run_that_is_none_is_told_from_one_without_checkpoints(tmp_path, capsys, verb):
+    (tmp_path / "file").write_text("text")
+    for place, reason in (("nowhere", "doesn't exist"), (".", "has no complete checkpoint")):
+        assert cli.main([verb, str(tmp_path / place)]) == 2
+        assert f"{reason}; name the folder that rowdit train wrote (its --out)\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "way_out"),
+    [
+        (("--optimizer.lr", "0.5"), "give --allow-changes to go on with it, another --out, or --fresh"),
+        (("--model.depth", "2"), "give another --out, or --fresh"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_with_the_ways_out(folder, capsys, change, way_out):
+    """Those that work: changes that the state doesn't fit can't be allowed."""
+    from rowdit.commands.train import parse
+    from rowdit.train.config import to_dict
+
+    model = {"image-size": 8, "patch-size": 4, "hidden-size": 8, "depth": 1, "num-heads": 1, "num-classes": 2}
+    small = [f"--model.{key}={value}" for key, value in model.items()] + ["--data.source", f"folder:{folder}"]
+    out = folder.parent / "run"
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(to_dict(parse(["folder", *small])[1])))
+    arguments = ["train", "folder", *small, "--out", str(out), "--no-evaluate", "--threads", "1"]
+    assert cli.main([*arguments, *change]) == 2
+    assert way_out in capsys.readouterr().err.splitlines()[-1]

@@ -104,7 +104,7 @@ def test_half_written_ones_are_never_picked(tmp_path: Path) -> None:
 
 def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "absent") is None
-    with pytest.raises(CheckpointError, match="has no checkpoint; complete are: none"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint; name the folder that rowdit train wrote"):
         load_model(tmp_path)
 
 
@@ -268,3 +268,26 @@ def test_a_checkpoint_is_plain_data_beside_its_tensors(tmp_path: Path) -> None:
     header = json.loads((saved.path / "state.json").read_text())
     assert header["config"]["train"]["batch_size"] == 8 and header["num_ranks"] == 1
     assert header["optimizer"]["blocks.0.attn.qkv.weight"] == {"step": 1, "phase": 0}
+
+
+def test_a_kill_amid_the_deletion_of_an_old_one_leaves_nothing_for_good(tmp_path: Path, monkeypatch: Any) -> None:
+    """Half of a deleted checkpoint once stayed in the folder at every kill, of the size of the model's state."""
+    config = toy_config()
+    state = _trained(config, 1)
+    _save(tmp_path, state, config, keep=1)
+    delete = shutil.rmtree
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if Path(path).exists():
+            (Path(path) / "state.json").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    state.step = 2
+    with pytest.raises(KeyboardInterrupt):
+        _save(tmp_path, state, config, keep=1)
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    assert [c.step for c in checkpoint.complete_ones(tmp_path)] == [2]
+    state.step = 3
+    _save(tmp_path, state, config, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000003"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from rowdit.train.config import ConfigError, RunConfig, to_dict
 from rowdit.train.log import read_jsonl, write_json
 from rowdit.train.loop import Outcome, train
 from rowdit.train.progress import Silent
-from rowdit.train.resume import check_same_run
+from rowdit.train.resume import check_same_run, remove_run
 from toy_training import saved_state, toy_config, toy_dataset, with_optimizer
 
 
@@ -104,3 +106,33 @@ def test_other_data_is_a_change_like_a_learning_rate(tmp_path: Path) -> None:
         check_same_run(tmp_path, toy_config(), toy_dataset(seed=7))
     (change,) = check_same_run(tmp_path, toy_config(), toy_dataset(seed=7), allow_changes=True)
     assert change.startswith("data: toy-0")
+
+
+@pytest.mark.parametrize("deletions", range(6))
+def test_a_kill_amid_fresh_leaves_no_states_without_their_config(deletions: int, tmp_path: Path, monkeypatch) -> None:
+    """Or the next call would go on from them under whatever it was given; nor an ending without its states."""
+    for name in ("config.json", "dataset.json", "finished.json", "log.jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    done = 0
+
+    def counted(real):
+        def delete(path, **options):
+            nonlocal done
+            if done == deletions:
+                raise KeyboardInterrupt
+            if Path(path).exists():
+                done += 1
+            real(path, **options)
+
+        return delete
+
+    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+    monkeypatch.setattr(Path, "unlink", counted(Path.unlink))
+    with contextlib.suppress(KeyboardInterrupt):
+        remove_run(tmp_path)
+    monkeypatch.undo()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == max(0, 5 - deletions)
+    assert "config.json" in left or "checkpoints" not in left
+    assert "checkpoints" in left or "finished.json" not in left

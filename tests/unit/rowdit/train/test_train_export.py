@@ -36,6 +36,7 @@ def test_the_export_is_the_averaged_model(run: Path, tmp_path: Path, capsys: pyt
     assert main(["export", str(run), "--out", str(out)]) == 0
     assert "ema at step 12" in capsys.readouterr().out
     model, wanted = load_export(out), load_model(run)
+    assert load_export(str(out)).config == load_model(str(run)).config == model.config  # a path may be a string
     assert model.config == wanted.config and not model.training
     assert all(torch.equal(v, wanted.state_dict()[name]) for name, v in model.state_dict().items())
     origin = json.loads(read_metadata(out)["origin"])
