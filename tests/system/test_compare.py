@@ -221,7 +221,7 @@ def test_a_run_that_diverges_is_reported(prepared: Path, capsys: pytest.CaptureF
         (["tune", "--grid", "train.steps.x=1"], "unknown key train.steps.x"),
         (["tune", "--grid", "optimizers.muon=1"], "optimizers.muon is a section"),
         (["tune", "--processes", "0", "--out", "OUT"], "processes = 0: must be an integer >= 1"),
-        (["report", "OUT"], "summary.json"),
+        (["report", "OUT"], "no such folder"),
         (["data", "get", "mnist"], "rowdit data get fashion-mnist"),
     ],
 )
