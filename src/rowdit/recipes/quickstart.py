@@ -3,8 +3,8 @@
 command   rowdit compare quickstart
 model     558,832 parameters, 49 tokens; Fashion-MNIST, 12,000 images of 28 x 28 in ten classes, from the package
 run       batch 64, 1,000 steps; four evaluations of 1,000 + 1,000 samples by 10 Euler steps, no guidance
-machine   2 cores of an AMD EPYC (Zen 5), shared: 6 min 48 s, of which training 80, 92 and 88 s
-gave      best FD 988 (AdamW), 652 (Muon, -34.0 %), 683 (periodic, -30.8 %); real images score 79
+machine   2 cores of an AMD EPYC (Zen 5): 4 min 47 s, of which training 58, 63 and 60 s
+gave      best FD 967 (AdamW), 641 (Muon, -33.7 %), 679 (periodic, -29.8 %); real images score 79
 
 What was tuned, and on what. All runs below are this recipe with other settings: AdamW's lr and beta2; the lr of Muon's
 matrices, and the lr of what Muon leaves to AdamW (at Muon's best lr only); the periodic method's lr and `row_scale` at
