@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowmuon
+from rowdit.cost.live_bytes import LiveBytes
 from rowdit.models.dit import DiT
 from rowdit.models.presets import preset
 from rowmuon.plan import StepPlan

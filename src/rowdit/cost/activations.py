@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowdit.cost.fake import LiveBytes, fake_mode, fake_model
+from rowdit.cost.fake import fake_mode, fake_model
+from rowdit.cost.live_bytes import LiveBytes
 from rowdit.flow import flow_loss
 from rowdit.models import DiTConfig
 from rowdit.models.parallel import checkpoint_blocks_

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,12 +15,9 @@ from hypothesis import given, settings
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
-from live_bytes import LiveBytes  # noqa: E402
-
 import rowmuon
 from plan_simulation import SMALL_MESHES, entries_on_one_grid
+from rowdit.cost.live_bytes import LiveBytes
 from rowmuon import update
 from rowmuon.coefficients import resolve_coefficients
 from rowmuon.entries import KernelWorkspace

@@ -9,7 +9,7 @@ from torch import nn
 from rowdit.cost import RankMesh, estimate
 from rowdit.cost.activations import activations
 from rowdit.cost.estimate import Batch
-from rowdit.cost.fake import LiveBytes
+from rowdit.cost.live_bytes import LiveBytes
 from rowdit.cost.optimizer import refresh_share
 from rowdit.cost.text import describe
 from rowdit.flow import flow_loss
