@@ -49,8 +49,11 @@ def build_row_step(weights: Sequence[Tensor], momenta: Sequence[Tensor], grads: 
     Raises:
         RuntimeError: torch.compile can't build it here.
     """
-    matrices = [_Matrix(*matrix, 1.0) for matrix in zip(weights, momenta, grads, strict=True)]
-    for dtypes, members in _by_dtypes(matrices).items():
+    _build_whole(_sorted([_Matrix(*matrix, 1.0) for matrix in zip(weights, momenta, grads, strict=True)])[0])
+
+
+def _build_whole(by_dtypes: dict[tuple[Any, ...], list[_Matrix]]) -> None:
+    for dtypes, members in by_dtypes.items():
         for count in {len(batch) for batch in _batches(members)}:
             _build("whole", count, *dtypes)
 
@@ -87,12 +90,11 @@ def row_step_(
     Raises:
         RuntimeError: torch.compile can't build it here. Nothing has changed then.
     """
-    build_row_step(weights, momenta, grads)
-    matrices = [_Matrix(*matrix) for matrix in zip(weights, momenta, grads, scales, strict=True)]
-    eager = [matrix for matrix in matrices if not _can_compile(*matrix[:3])]
+    by_dtypes, eager = _sorted([_Matrix(*matrix) for matrix in zip(weights, momenta, grads, scales, strict=True)])
+    _build_whole(by_dtypes)
     hyper: Any = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "nesterov": nesterov, "eps": eps}
     hyper["maximize"] = maximize
-    for members in _by_dtypes(matrices).values():
+    for members in by_dtypes.values():
         for batch in _batches(members):
             _compiled("whole", len(batch), batch[0].weight.device.type)(*_whole_arguments(batch, **hyper))
     if eager:
@@ -152,13 +154,16 @@ def _can_compile(*tensors: Tensor) -> bool:
     return all(tensor.is_contiguous() for tensor in tensors)
 
 
-def _by_dtypes(matrices: Sequence[_Matrix]) -> dict[tuple[Any, ...], list[_Matrix]]:
-    """Those that can be compiled."""
-    out: dict[tuple[Any, ...], list[_Matrix]] = {}
+def _sorted(matrices: Sequence[_Matrix]) -> tuple[dict[tuple[Any, ...], list[_Matrix]], list[_Matrix]]:
+    """Those that are compiled, by dtypes and device, and those that are done eagerly."""
+    by_dtypes: dict[tuple[Any, ...], list[_Matrix]] = {}
+    eager = []
     for matrix in matrices:
         if _can_compile(*matrix[:3]):
-            out.setdefault(_dtypes(*matrix[:3]), []).append(matrix)
-    return out
+            by_dtypes.setdefault(_dtypes(*matrix[:3]), []).append(matrix)
+        else:
+            eager.append(matrix)
+    return by_dtypes, eager
 
 
 def _dtypes(weight: Tensor, momentum: Tensor, grad: Tensor) -> tuple[Any, ...]:
