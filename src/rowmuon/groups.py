@@ -23,10 +23,12 @@ __all__ = [
     "ADAMW_KEYS",
     "MUON_KEYS",
     "PLAN_KEYS",
+    "RATES",
     "AdjustLr",
     "check_dtype",
     "check_hyper",
     "check_params",
+    "check_rates",
     "complete_group",
     "flops_per_matrix",
     "muon_layout",
@@ -48,6 +50,8 @@ ADAMW_DEFAULTS: Mapping[str, Any] = {
 }
 ADAMW_KEYS = ("lr", "weight_decay", "maximize", *ADAMW_DEFAULTS)
 _COMMON = ("params", "param_names", "algorithm")
+RATES = ("lr", "weight_decay", "momentum")
+"""Settings that schedules change from step to step."""
 PLAN_KEYS = ("ns_coefficients", "ns_steps", "eps", "chunks", "stack_dims")
 """Settings that plans are made of: a change of them in a group asks for another plan."""
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -96,23 +100,18 @@ def prune_group(group: dict[str, Any]) -> None:
             group.pop(key, None)
 
 
-def check_hyper(group: Mapping[str, Any], where: str) -> None:
+def check_hyper(group: Mapping[str, Any], where: str, *, read: bool = True) -> None:
     """Checks a group's settings.
+
+    Args:
+        group: with all of its algorithm's settings.
+        where: the group, as the message calls it.
+        read: whether the value of an ``lr`` that is a tensor on the CPU may be read.
 
     Raises:
         ValueError: naming the setting, its value and what it may be.
     """
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr in {where} is a tensor of shape {tuple(lr.shape)}; it must have one element")
-        if (
-            type(lr) is Tensor and lr.device.type == "cpu"
-        ):  # elsewhere it would be read from the device, fakes have none
-            _check_number("lr", lr.item(), where)
-    else:
-        _check_number("lr", lr, where)
-    _check_number("weight_decay", group["weight_decay"], where)
+    check_rates(group, where, read=read)
     _check_number("eps", group["eps"], where, positive=group.get("algorithm") != "adamw")
     for name in ("maximize", "nesterov", "amsgrad", "capturable"):
         if name in group and not isinstance(group[name], bool):
@@ -124,12 +123,9 @@ def check_hyper(group: Mapping[str, Any], where: str) -> None:
         _check_betas(group["betas"], where)
         if group["fused"] and group["foreach"]:
             raise ValueError(f"fused and foreach can't both be True in {where}")
-        if isinstance(lr, Tensor) and group["foreach"] and not group["capturable"]:
+        if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
             raise ValueError(f"lr in {where} is a tensor: with foreach=True that takes capturable=True, or fused=True")
         return
-    _check_number("momentum", group["momentum"], where)
-    if group["momentum"] >= 1.0:
-        raise ValueError(f"momentum={group['momentum']!r} in {where} isn't in [0, 1)")
     _check_number("row_scale", group["row_scale"], where)
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise ValueError(
@@ -143,6 +139,22 @@ def check_hyper(group: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"stack_dims={stack_dims!r} in {where} isn't None or an integer >= 0")
     check_period(group["period"])
     resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+
+
+def check_rates(group: Mapping[str, Any], where: str, *, read: bool = True) -> None:
+    """Checks the settings that schedules change: lr, weight_decay and, of a Muon group, momentum. As `check_hyper`."""
+    lr = group["lr"]
+    if not isinstance(lr, Tensor):
+        _check_number("lr", lr, where)
+    elif lr.numel() != 1:
+        raise ValueError(f"lr in {where} is a tensor of shape {tuple(lr.shape)}; it must have one element")
+    elif read and type(lr) is Tensor and lr.device.type == "cpu":  # not from another device, and fakes have none
+        _check_number("lr", lr.item(), where)
+    _check_number("weight_decay", group["weight_decay"], where)
+    if "momentum" in group:
+        _check_number("momentum", group["momentum"], where)
+        if group["momentum"] >= 1.0:
+            raise ValueError(f"momentum={group['momentum']!r} in {where} isn't in [0, 1)")
 
 
 def check_dtype(name: str, dtype: object) -> None:

@@ -36,7 +36,7 @@ from rowmuon.runtime import Phase, Runtime, all_finite
 from rowmuon.shards import Hyper, Shard, make_shard
 from rowmuon.state import adapt_state_dict, finish_loading, init_state
 from rowmuon.traffic import Traffic
-from rowmuon.watch import GradientWatch, check_gradients
+from rowmuon.watch import Watch
 
 __all__ = ["PeriodicRowMuon"]
 
@@ -202,7 +202,7 @@ class PeriodicRowMuon(Optimizer):
         self._plans: dict[tuple, StepPlan] = {}
         self._compared = False
         self._process_groups = ProcessGroups(self.process_group)
-        self._gradient_watch = GradientWatch()
+        self._watch = Watch()
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._runtime = Runtime(rank, self._process_groups.group_of, compile_rows=self.compile)
 
@@ -302,8 +302,7 @@ class PeriodicRowMuon(Optimizer):
             loss = None if closure is None else closure()
         if self._needs_process_group:
             raise RuntimeError(UNPICKLED)
-        check_gradients(self.param_groups)
-        self._gradient_watch.look(self.param_groups)
+        self._watch.gradients.look(self.param_groups)
         muon = self._muon_params()
         if not self._compared:
             self._compare(muon)
@@ -325,6 +324,7 @@ class PeriodicRowMuon(Optimizer):
 
     def _muon_params(self) -> list[tuple[Tensor, dict[str, Any], bool]]:
         """(parameter, group, whether it refreshes in this step) of all Muon parameters but frozen and empty ones."""
+        self._watch.groups.look(self.param_groups, self.state)
         out = []
         for group in self.param_groups:
             if group["algorithm"] == "muon":

@@ -210,3 +210,99 @@ def test_numbers_of_numpy_are_numbers(value: Any) -> None:
     lr = numpy.float32(value)
     params = make_params([(4, 4), (5,)])
     train(mixed_optimizer(params, lr=lr, weight_decay=numpy.float64(0.1)), params, 2)
+
+
+# ------------------------------------------------------------------------------- what is changed after it was made
+
+
+def change(key: str, value: Any) -> Any:
+    def do(optimizer: rowmuon.PeriodicRowMuon, place: int) -> None:
+        optimizer.param_groups[place][key] = value
+
+    return do
+
+
+def lose(key: str) -> Any:
+    def do(optimizer: rowmuon.PeriodicRowMuon, place: int) -> None:
+        del optimizer.param_groups[place][key]
+
+    return do
+
+
+def clear_state(optimizer: rowmuon.PeriodicRowMuon, place: int) -> None:
+    optimizer.state.clear()
+
+
+def drop_one_state(optimizer: rowmuon.PeriodicRowMuon, place: int) -> None:
+    del optimizer.state[optimizer.param_groups[place]["params"][-1]]
+
+
+LATER: list[tuple[int, Any, str]] = [
+    *[(0, change(key, value), message) for settings, message in OUT_OF_RANGE
+      if set(settings) <= GROUP_SETTINGS and message != "lr=-0.1"
+      for key, value in settings.items()],
+    (1, change("betas", (0.9, 1.0)), r"betas=\(0.9, 1.0\)"),
+    (1, change("eps", -1.0), "eps=-1.0"),
+    (1, change("lr", NAN), "lr=nan"),
+    (1, change("fused", "yes"), "fused='yes'"),
+    (0, change("algorithm", "adamw"), "says algorithm='adamw', but was built with 'muon': .*Set it back, or build"),
+    (1, change("algorithm", "muon"), "says algorithm='muon', but was built with 'adamw'"),
+    (0, change("algorithm", "sgd"), "algorithm='sgd' is neither"),
+    (0, lose("period"), "has lost its period: set"),
+    (1, lose("betas"), "has lost its betas"),
+    (0, lose("algorithm"), "algorithm=None is neither"),
+    (0, clear_state, "parameter .* has no state: .*build another optimizer; to go on, load_state_dict"),
+    (1, clear_state, "parameter .* has no state"),
+    (0, drop_one_state, "parameter .* has no state"),
+    (1, drop_one_state, "parameter .* has no state"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_steps", [0, 2], ids=["before the first step", "between steps"])
+@pytest.mark.parametrize(("place", "make_wrong", "message"), LATER, ids=str)
+def test_what_was_made_wrong_later_is_told_before_anything_moves(
+    place: int, make_wrong: Any, message: str, num_steps: int
+) -> None:
+    """Groups are open to everyone, and so is the state; the next step once ended in a KeyError."""
+    params = make_params([(8, 4), (4, 4), (4,), (3,)])
+    optimizer = rowmuon.PeriodicRowMuon(
+        [{"params": params[:2]}, {"params": params[2:], "algorithm": "adamw"}], lr=0.02, period=2
+    )
+    train(optimizer, params, num_steps)
+    give_grads(params, 0)
+    before = [p.detach().clone() for p in params]
+    make_wrong(optimizer, place)
+    message = message.replace("in the constructor", "in it")
+    for act in (optimizer.step, lambda: optimizer.next_step_kind, lambda: optimizer.plan("row")):
+        with pytest.raises(ValueError, match=message) as raised:
+            act()
+        assert "param_groups[" in str(raised.value) and "params[" in str(raised.value)
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert all(s.get("step", num_steps) == num_steps for s in optimizer.state.values())
+
+
+def test_settings_may_be_changed_later_and_are_looked_at_again_only_then() -> None:
+    from rowmuon.watch import GroupWatch
+
+    params = make_params([(8, 4), (4,)])
+    optimizer = rowmuon.PeriodicRowMuon([{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}], lr=0.02)
+    train(optimizer, params, 1)
+    for key, value in (("lr", 0.0), ("momentum", 0.5), ("period", [[0, 2]]), ("row_scale", 0.0), ("ns_steps", 3)):
+        optimizer.param_groups[0][key] = value
+        train(optimizer, params, 1)
+    for key, value in (("betas", [0.8, 0.9]), ("eps", 0.0), ("lr", torch.tensor(0.1))):
+        optimizer.param_groups[1][key] = value
+        train(optimizer, params, 1)
+    watch, looks = GroupWatch(), []
+
+    class Counted(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            looks.append(key)
+            return super().get(key, default)
+
+    groups = [Counted(group) for group in optimizer.param_groups]
+    for _ in range(3):
+        watch.look(groups, optimizer.state)
+    first = len(looks)
+    watch.look(groups, optimizer.state)
+    assert len(looks) - first == len(groups)  # its algorithm; all else is compared
