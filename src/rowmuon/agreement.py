@@ -1,19 +1,20 @@
-"""Whether all ranks of a mesh are about to do the same: asked before the first step and after a change of groups."""
+"""Whether all ranks are about to do the same: before the first step, after a change of groups, and in skipping."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor
 
 from rowmuon.groups import ADAMW_KEYS, MUON_KEYS, PLAN_KEYS, name_of
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.plan import Entry, PlanOptions, explain_difference, plan_hash
 from rowmuon.process_groups import ProcessGroups
-from rowmuon.runtime import Runtime
+from rowmuon.runtime import Runtime, all_finite
 
-__all__ = ["compare_ranks"]
+__all__ = ["compare_ranks", "gradients_are_finite"]
 
 
 def compare_ranks(
@@ -59,6 +60,13 @@ def compare_ranks(
     problems = [difference for difference in map(explain_difference, heard) if difference]
     if problems:  # only now: a rank that stopped at the first would leave others waiting in the second
         raise RuntimeError("; ".join(problems))
+
+
+def gradients_are_finite(groups: Sequence[Mapping[str, Any]], process_group: dist.ProcessGroup | None) -> bool:
+    """Whether all gradients are finite on all ranks of a process group (None: the default one)."""
+    params = [p for group in groups for p in group["params"]]
+    grads = [local_tensor(cast(Tensor, p.grad)) for p in params if p.grad is not None]
+    return all_finite(grads, local_tensor(params[0]).device, process_group) if params else True
 
 
 def _settings(group: Mapping[str, Any], keys: Sequence[str]) -> list[object]:

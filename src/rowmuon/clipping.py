@@ -31,7 +31,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: those whose gradients count; without a gradient they count as zero.
-        max_norm: > 0.
+        max_norm: > 0; inf only computes the norm, and touches no gradient.
         norm_type: p of the p-norm, > 0, or inf.
         error_if_nonfinite: raise if the norm isn't finite, before anything is scaled. Reads the norm on the host.
 
@@ -62,6 +62,8 @@ def clip_grad_norm_(
     norm = torch.zeros(()) if total is None else (total if math.isinf(norm_type) else total ** (1.0 / norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm).item()):
         raise RuntimeError(f"the gradient norm is {norm.item()}; nothing was clipped")
+    if math.isinf(max_norm):
+        return norm
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         local = local_tensor(grad)

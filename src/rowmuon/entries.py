@@ -1,8 +1,8 @@
-"""What the plan is told of each parameter: its layout, and what the arithmetic on it costs."""
+"""What the plan is told of each parameter, its layout and what the arithmetic on it costs, and the plans themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from rowmuon import update
 from rowmuon.coefficients import Triple, resolve_coefficients
 from rowmuon.device import compute_device
-from rowmuon.groups import flops_per_matrix, name_of
+from rowmuon.groups import PLAN_KEYS, flops_per_matrix, name_of, position_of
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.orthogonalize import newton_schulz_bytes
-from rowmuon.plan import Entry
+from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan
 from rowmuon.routing import default_stack_dims
 
-__all__ = ["KernelWorkspace", "make_entry"]
+__all__ = ["KernelWorkspace", "Plans", "make_entry"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class KernelWorkspace:
     def part(self, num_rows: int, num_cols: int, sent: torch.dtype, received: torch.dtype) -> int:
         dtypes = (self.weight_dtype, self.momentum_dtype, sent, received)
         return update.part_bytes(num_rows, num_cols, dtypes, self.device, self.maximize)
+
+    def part_ahead(self, num_rows: int, num_cols: int, sent: torch.dtype) -> int:
+        dtypes = (self.weight_dtype, self.momentum_dtype, sent)
+        return update.part_ahead_bytes(num_rows, num_cols, dtypes, self.device, self.maximize)
 
     def rows(self, num_rows: int, num_cols: int) -> tuple[int, int]:
         dtypes = (self.weight_dtype, self.momentum_dtype)
@@ -84,7 +88,35 @@ def make_entry(
         KernelWorkspace(
             layout.matrix_shape, coefficients, ns_dtype, parameter.dtype, momentum_dtype, device, group["maximize"]
         ),
+        # A group has its parameters in the order of the model, whatever part of it they are.
+        (position_of(group, parameter) + 0.5) / len(group["params"]),
     )
+
+
+class Plans(dict[tuple, StepPlan]):
+    """An optimizer's plans, one for each set of refreshing parameters that has occurred."""
+
+    @staticmethod
+    def key(muon: Sequence[tuple[Tensor, Mapping[str, Any], bool]]) -> tuple:
+        """What a plan depends on; ``muon`` are (parameter, group, whether it refreshes)."""
+        groups = {id(group): group for _, group, _ in muon}
+        settings = (repr([group[key] for key in PLAN_KEYS]) for group in groups.values())
+        return (*settings, *((id(parameter), due) for parameter, _, due in muon))
+
+    def of(
+        self,
+        muon: Sequence[tuple[Tensor, Mapping[str, Any], bool]],
+        entries: Callable[[], Sequence[Entry]],
+        options: PlanOptions,
+    ) -> StepPlan:
+        key = self.key(muon)
+        plan = self.get(key)
+        if plan is None:
+            if len(self) > 64:  # a schedule, or freezing and unfreezing, has changed the sets
+                self.clear()
+            due = [i for i, (_, _, due) in enumerate(muon) if due]
+            plan = self[key] = build_plan(entries(), due, options)
+        return plan
 
 
 def _check_layout(parameter: Tensor, group: Mapping[str, Any], layout: Layout) -> None:

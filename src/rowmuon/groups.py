@@ -33,6 +33,7 @@ __all__ = [
     "flops_per_matrix",
     "muon_layout",
     "name_of",
+    "position_of",
     "prune_group",
 ]
 
@@ -180,9 +181,13 @@ def _check_number(name: str, value: Any, where: str, positive: bool = False) -> 
 
 def name_of(group: Mapping[str, Any], parameter: Tensor) -> str:
     """A parameter's name in its group, or its position where the group has no names."""
-    position = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    position = position_of(group, parameter)
     names = group.get("param_names")
     return names[position] if names else f"params[{position}]"
+
+
+def position_of(group: Mapping[str, Any], parameter: Tensor) -> int:
+    return next(i for i, p in enumerate(group["params"]) if p is parameter)
 
 
 def check_params(group: Mapping[str, Any]) -> None:

@@ -58,15 +58,18 @@ class _Account:
     # ------------------------------------------------------------------------------------------------ the step
 
     def run(self) -> int:
-        sums = self._start_split_rows()
         buckets = self.plan.buckets
-        arriving = self._send_ahead(0)
+        ahead = {i: self._send(buckets[i], ahead=True) for i in self.plan.ahead}
+        for i in ahead:
+            self._take_gradients(buckets[i])
+        sums = self._start_split_rows()
+        arriving = ahead.pop(0, None) or self._send_ahead(0)
         self.use([self._row_bytes(self.plan.rows)])
         self.drop(sums)
         returning: list[_Flight] = []
         for i, bucket in enumerate(buckets):
             flight = arriving or self._send_out(bucket)
-            arriving = self._send_ahead(i + 1)
+            arriving = ahead.pop(i + 1, None) or self._send_ahead(i + 1)
             self._orthogonalize(flight)
             returning.append(flight)
             self._land(returning, in_flight=1)
@@ -110,15 +113,21 @@ class _Account:
         buckets = self.plan.buckets
         return self._send_out(buckets[index]) if index < len(buckets) and travels(buckets[index]) else None
 
-    def _send_out(self, bucket: Bucket) -> _Flight:
-        flight = _Flight(bucket, bucket.route(self.rank))
-        route, itemsize = flight.route, bucket.comm_dtype.itemsize
+    def _take_gradients(self, bucket: Bucket) -> None:
         for entry, layout in bucket.layouts.items():
             stack, num_rows, num_cols = layout.box(self.rank).shape
             self.use([_workspace(self.plan.entries[entry]).momentum(stack * num_rows, num_cols)])
+
+    def _send_out(self, bucket: Bucket) -> _Flight:
+        self._take_gradients(bucket)
+        return self._send(bucket)
+
+    def _send(self, bucket: Bucket, ahead: bool = False) -> _Flight:
+        flight = _Flight(bucket, bucket.route(self.rank))
+        route, itemsize = flight.route, bucket.comm_dtype.itemsize
         numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
         send = self.make(numel * itemsize)
-        self._touch(bucket, route.mine)
+        self._touch(bucket, route.mine, ahead)
         if bucket.kind == "gather":
             flight.buffers, flight.received = send, self.make(send * len(route.group))
         elif travels(bucket):
@@ -190,12 +199,15 @@ class _Account:
         received, flight.buffers, flight.received = flight.received, 0, 0
         return received
 
-    def _touch(self, bucket: Bucket, pieces: Iterable[Piece]) -> None:
-        """Writing pieces to a buffer, or applying them from one."""
+    def _touch(self, bucket: Bucket, pieces: Iterable[Piece], ahead: bool = False) -> None:
+        """Writing pieces to a buffer, ahead of the momentum or not, or applying them from one."""
         for piece in pieces:
             workspace = _workspace(self.plan.entries[bucket.matrices[piece.matrix].entry])
             received = bucket.comm_dtype if bucket.kind == "exchange" else workspace.dtype
-            self.use([workspace.part(*piece.box.shape[1:], bucket.comm_dtype, received)])
+            shape = piece.box.shape[1:]
+            self.use([workspace.part(*shape, bucket.comm_dtype, received)])
+            if ahead:
+                self.use([workspace.part_ahead(*shape, bucket.comm_dtype)])
 
 
 def _workspace(entry: Entry) -> Workspace:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal, Self, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -14,33 +14,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowmuon import adamw
-from rowmuon.agreement import compare_ranks
+from rowmuon.agreement import compare_ranks, gradients_are_finite
+from rowmuon.backward import AHEAD_BYTES, BackwardOverlap
 from rowmuon.coefficients import Triple, resolve_coefficients
-from rowmuon.entries import make_entry
+from rowmuon.entries import Plans, make_entry
 from rowmuon.groups import (
-    PLAN_KEYS,
     AdjustLr,
     check_dtype,
     check_hyper,
     check_params,
     complete_group,
-    flops_per_matrix,
     muon_layout,
     prune_group,
 )
-from rowmuon.layout import Layout, local_tensor
-from rowmuon.period import Period, assign_phases, check_period, is_refresh
-from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan
+from rowmuon.layout import Layout
+from rowmuon.period import Period, StepKind, check_period, is_refresh, kind_of_step
+from rowmuon.plan import Entry, PlanOptions, StepPlan
 from rowmuon.process_groups import UNPICKLED, ProcessGroups, check_process_group
-from rowmuon.runtime import Phase, Runtime, all_finite
+from rowmuon.runtime import Phase, Runtime
 from rowmuon.shards import Hyper, Shard, make_shard
-from rowmuon.state import adapt_state_dict, finish_loading, init_state
+from rowmuon.state import adapt_state_dict, finish_loading, init_state, stagger_phases
 from rowmuon.traffic import Traffic
 from rowmuon.watch import Watch
 
 __all__ = ["PeriodicRowMuon"]
-
-StepKind = Literal["refresh", "row", "mixed"]
 
 
 class PeriodicRowMuon(Optimizer):
@@ -78,6 +75,8 @@ class PeriodicRowMuon(Optimizer):
         process_group: over which plain tensors are replicated (DDP); also agrees on skipping.
         skip_nonfinite: skip a step on all ranks alike if any gradient isn't finite; one scalar all-reduce and one host
             read a step. A skipped step changes nothing and doesn't count.
+        overlap: "backward" sends a refresh's first buckets out while backward still goes on, with the same result; see
+            `accumulate`. Not with clipping, GradScaler or anything else that changes gradients after backward.
         compile: row steps through ``torch.compile``: faster, but the first takes seconds, which a short run doesn't
             earn back. On a CPU it needs a C++ compiler. Fake tensors take the eager path.
 
@@ -124,9 +123,13 @@ class PeriodicRowMuon(Optimizer):
         bucket_bytes: int = 64 << 20,
         process_group: dist.ProcessGroup | None = None,
         skip_nonfinite: bool = False,
+        overlap: Literal["backward"] | None = None,
         compile: bool = False,
     ) -> None:
-        self.options = PlanOptions(refresh, comm_dtype, bucket_bytes)
+        if overlap not in (None, "backward"):
+            raise ValueError(f"overlap={overlap!r} is neither None nor 'backward'")
+        self.overlap = overlap
+        self.options = PlanOptions(refresh, comm_dtype, bucket_bytes, ahead_bytes=AHEAD_BYTES if overlap else 0)
         for name, dtype in (("ns_dtype", ns_dtype), ("state_dtype", state_dtype or ns_dtype)):
             check_dtype(name, dtype)
         coefficients = resolve_coefficients(ns_coefficients, ns_steps)
@@ -161,6 +164,7 @@ class PeriodicRowMuon(Optimizer):
 
         The new parameters start with a refresh and count their own steps.
         """
+        self._backward.discard()
         group = complete_group(param_group, self.defaults)
         super().add_param_group(group)
         prune_group(group)
@@ -186,20 +190,14 @@ class PeriodicRowMuon(Optimizer):
         self._plans.clear()
         self._compared = False
         if self.stagger:
-            self._stagger()
+            stagger_phases(self)
         self._process_groups.prepare(self._layouts.items())
-
-    def _stagger(self, keep: bool = False) -> None:
-        muon = [(group, p) for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
-        if keep and any(self.state[p]["phase"] for _, p in muon):
-            return
-        costs = [flops_per_matrix(self._layouts[p], group, "any") * self._layouts[p].num_matrices for group, p in muon]
-        for (_, p), phase in zip(muon, assign_phases(costs, [g["period"] for g, _ in muon]), strict=True):
-            self.state[p]["phase"] = phase
+        self._backward.attach()
 
     def _reset_caches(self) -> None:
+        self._backward = BackwardOverlap(self)
         self._layouts: dict[Tensor, Layout] = {}
-        self._plans: dict[tuple, StepPlan] = {}
+        self._plans = Plans()
         self._compared = False
         self._process_groups = ProcessGroups(self.process_group)
         self._watch = Watch()
@@ -215,6 +213,7 @@ class PeriodicRowMuon(Optimizer):
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         check_process_group(group)
         self._process_group, self._needs_process_group = group, False
+        self._backward.close()
         self._rebuild()
 
     def _rebuild(self) -> None:
@@ -223,12 +222,13 @@ class PeriodicRowMuon(Optimizer):
         for group in self.param_groups:
             self._layouts.update(self._check_group(group))
         self._process_groups.prepare(self._layouts.items())
+        self._backward.attach()
 
     def __getstate__(self) -> dict[str, Any]:
         # As torch does: no hooks, nor the `step` that a scheduler put over this object's own. A process group is a
         # handle of this process; plans and layouts are made again from the groups.
         names = ("options", "stagger", "ns_dtype", "state_dtype", "skip_nonfinite", "num_skipped_steps", "traffic")
-        kept = {name: self.__dict__[name] for name in (*names, "compile")}
+        kept = {name: self.__dict__[name] for name in (*names, "overlap", "compile")}
         needs = self._needs_process_group or self.process_group is not None
         return {**super().__getstate__(), **kept, "_needs_process_group": needs}
 
@@ -242,7 +242,8 @@ class PeriodicRowMuon(Optimizer):
         self._is_set_up = True
 
     def __copy__(self) -> Self:
-        return self._copied(self.__getstate__(), type(self).__new__(type(self)))
+        # Its parameters are this one's, and their gradients can be sent out only once.
+        return self._copied({**self.__getstate__(), "overlap": None}, type(self).__new__(type(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = copied = type(self).__new__(type(self))
@@ -265,6 +266,7 @@ class PeriodicRowMuon(Optimizer):
             ValueError: the checkpoint routes parameters to other algorithms or chunks, or its settings are out of
                 range; parameters are named. Nothing is changed then.
         """
+        self._backward.discard()
         # A hook, so that it runs after the caller's own, which may bring the state dict into a form that fits.
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: adapt_state_dict(loaded, self))
         try:
@@ -274,14 +276,27 @@ class PeriodicRowMuon(Optimizer):
         self._plans.clear()
         self._compared = False
         if self.stagger:
-            self._stagger(keep=True)
+            stagger_phases(self, keep=True)
 
     # ------------------------------------------------------------------------------------------------- the step
 
     @property
     def next_step_kind(self) -> StepKind:
         """What the next step will be: "refresh", "row", or "mixed" if some parameters refresh and others don't."""
-        return _kind([due for *_, due in self._muon_params()])
+        return kind_of_step([due for *_, due in self._muon_params()])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. With ``overlap``, all ranks give up what backward has sent for a step that didn't come."""
+        self._backward.discard()
+        super().zero_grad(set_to_none)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """A context for every backward but the last before a step, where gradients are accumulated.
+
+        With ``overlap="backward"`` nothing is sent out in it; without, and for gradients that FSDP2's
+        ``set_requires_gradient_sync(False)`` holds back, it isn't needed.
+        """
+        return self._backward.accumulate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step. Called from compiled code it is left out of the graph.
@@ -306,16 +321,18 @@ class PeriodicRowMuon(Optimizer):
         muon = self._muon_params()
         if not self._compared:
             self._compare(muon)
-        if self.skip_nonfinite and not self._gradients_are_finite():
+        if self.skip_nonfinite and not gradients_are_finite(self.param_groups, self.process_group):
             self.num_skipped_steps += 1
+            self._backward.discard(in_step=True)
             return loss
         shards = self._shards(muon)
         plan = self._plan(muon)
         self._runtime.compile_rows = self.compile  # may be set after a compiler has failed
         self._runtime.prepare(plan, shards)
-        counts = self.traffic[_kind([due for *_, due in muon])]
+        counts = self.traffic[kind_of_step([due for *_, due in muon])]
+        sent = self._backward.finish(muon, shards, counts)
         counts.num_steps += 1
-        self._runtime.execute(plan, shards, counts, fill=self._step_adamw, phase=self.phase)
+        self._runtime.execute(plan, shards, counts, fill=self._step_adamw, phase=self.phase, sent=sent)
         for shard in shards:
             shard.write_back()
         for parameter, _, _ in muon:
@@ -336,16 +353,7 @@ class PeriodicRowMuon(Optimizer):
 
     def _plan(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> StepPlan:
         """The plan of this step; made once for each set of refreshing parameters."""
-        groups = {id(group): group for _, group, _ in muon}
-        settings = (repr([group[key] for key in PLAN_KEYS]) for group in groups.values())
-        key = (*settings, *((id(parameter), due) for parameter, _, due in muon))
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > 64:  # a schedule, or freezing and unfreezing, has changed the sets
-                self._plans.clear()
-            due = [i for i, (_, _, due) in enumerate(muon) if due]
-            plan = self._plans[key] = build_plan(self._entries(muon), due, self.options)
-        return plan
+        return self._plans.of(muon, lambda: self._entries(muon), self.options)
 
     def _entries(self, muon: Iterable[tuple[Tensor, dict[str, Any], bool]]) -> list[Entry]:
         return [
@@ -367,11 +375,6 @@ class PeriodicRowMuon(Optimizer):
             if group["algorithm"] == "adamw":
                 adamw.step(group, self.state)
 
-    def _gradients_are_finite(self) -> bool:
-        params = [p for group in self.param_groups for p in group["params"]]
-        grads = [local_tensor(cast(Tensor, p.grad)) for p in params if p.grad is not None]
-        return all_finite(grads, local_tensor(params[0]).device, self.process_group) if params else True
-
     def _compare(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> None:
         """Raises RuntimeError, on all ranks of a mesh, if one of them would do something else; it is named."""
         adamw_params = [(p, g) for g in self.param_groups if g["algorithm"] == "adamw" for p in g["params"]]
@@ -379,6 +382,9 @@ class PeriodicRowMuon(Optimizer):
         muon_params = [(p, group, self.state[p], self._layouts[p], entry) for (p, group, _), entry in entries]
         how = (self.options, self.skip_nonfinite)
         compare_ranks(muon_params, adamw_params, how, self._process_groups, self._runtime)
+        if self.overlap:
+            self._process_groups.separate(self._layouts.values())
+            self._backward.sit_out()
         self._compared = True
 
     # -------------------------------------------------------------------------------------------------- reports
@@ -392,9 +398,3 @@ class PeriodicRowMuon(Optimizer):
         from rowmuon.report import describe
 
         return describe(self)
-
-
-def _kind(due: Sequence[bool]) -> StepKind:
-    if all(due):
-        return "refresh"
-    return "mixed" if any(due) else "row"

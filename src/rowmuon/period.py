@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
-__all__ = ["Period", "assign_phases", "check_period", "is_refresh", "period_at"]
+__all__ = ["Period", "StepKind", "assign_phases", "check_period", "is_refresh", "kind_of_step", "period_at"]
 
 Period = int | None | tuple[tuple[int, int | None], ...]
 """K; 1 is Muon; None never refreshes after the first step; or ((step, K), ...): from that step on, that K."""
 
+StepKind = Literal["refresh", "row", "mixed"]
 
 _MAX_PHASES = 256
 
@@ -60,6 +62,13 @@ def is_refresh(period: Period, step: int, phase: int = 0) -> bool:
     if step == start:
         return True
     return every is not None and (step - start - phase) % every == 0
+
+
+def kind_of_step(due: Sequence[bool]) -> StepKind:
+    """What a step is in which those parameters refresh."""
+    if all(due):
+        return "refresh"
+    return "mixed" if any(due) else "row"
 
 
 def assign_phases(costs: Sequence[float], periods: Sequence[Period]) -> list[int]:

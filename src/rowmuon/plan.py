@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
 
-from rowmuon.buckets import Bucket, Matrix, needs_exchange
+from rowmuon.buckets import Bucket, Matrix, needs_exchange, travels
 from rowmuon.layout import Layout
 from rowmuon.memory import peak_bytes
 from rowmuon.owners import assign_owners, cut_into_buckets, sharing_pays
@@ -35,6 +37,8 @@ class PlanOptions:
     comm_dtype: torch.dtype = torch.bfloat16
     bucket_bytes: int = 64 << 20
     flops_per_byte: float = FLOPS_PER_BYTE
+    ahead_bytes: int = 0
+    """What buckets that are sent out during backward may hold on a rank, about; 0: none is sent out before the step."""
 
     def __post_init__(self) -> None:
         if self.refresh not in ("exchange", "gather"):
@@ -43,6 +47,8 @@ class PlanOptions:
             raise ValueError(f"comm_dtype={self.comm_dtype} isn't torch.bfloat16, torch.float32 or torch.float64")
         if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={self.bucket_bytes!r} isn't a positive number of bytes")
+        if isinstance(self.ahead_bytes, bool) or not isinstance(self.ahead_bytes, int) or self.ahead_bytes < 0:
+            raise ValueError(f"ahead_bytes={self.ahead_bytes!r} isn't a number of bytes >= 0")
 
 
 class Workspace(Protocol):
@@ -60,6 +66,9 @@ class Workspace(Protocol):
 
     def part(self, num_rows: int, num_cols: int, sent: torch.dtype, received: torch.dtype) -> int:
         """Writing the direction to a buffer of dtype ``sent``, or applying a result of dtype ``received``."""
+
+    def part_ahead(self, num_rows: int, num_cols: int, sent: torch.dtype) -> int:
+        """Writing the direction before the momentum has taken the gradient."""
 
     def rows(self, num_rows: int, num_cols: int) -> tuple[int, int]:
         """A row step: scratch that serves one matrix after another, and the rest."""
@@ -81,6 +90,7 @@ class Entry:
             Matrices are stacked only where it is equal.
         num_flops: of orthogonalising one of its matrices.
         workspace: what its arithmetic allocates; only `StepPlan.peak_bytes` asks for it.
+        depth: about where in the model it lies, from 0 at its begin to 1. Backward comes to the deepest first.
     """
 
     name: str
@@ -90,6 +100,7 @@ class Entry:
     kernel: tuple
     num_flops: int
     workspace: Workspace | None = field(default=None, compare=False, repr=False)
+    depth: float = 0.0
 
 
 # ------------------------------------------------------------------------------------------------ the whole step
@@ -126,6 +137,23 @@ class StepPlan:
                 ranks = entry.layout.ranks_along(entry.layout.column_axes, rank)
                 groups.setdefault((ranks, dtype, entry.device), []).append(index)
         return [SplitRows(ranks, dtype, tuple(members)) for (ranks, dtype, _), members in groups.items()]
+
+    @cached_property
+    def ahead(self) -> tuple[int, ...]:
+        """The buckets that are sent out during backward, or else before anything else in the step, in this order.
+
+        Of those that travel, the first two, which are under way together in every step, and as many more as
+        `PlanOptions.ahead_bytes` allows. The same on all ranks.
+        """
+        chosen: list[int] = []
+        held = 0
+        for i, bucket in enumerate(self.buckets if self.options.ahead_bytes else ()):
+            if travels(bucket):
+                held += _bytes_under_way(bucket)
+                if len(chosen) >= 2 and held > self.options.ahead_bytes:
+                    break
+                chosen.append(i)
+        return tuple(chosen)
 
     def num_flops(self, rank: int) -> int:
         """FLOPs of this rank's orthogonalisations."""
@@ -180,12 +208,22 @@ def _bucket_bytes(bucket: Bucket, rank: int) -> Iterator[int]:
             yield (len(route.replicas) - 1) * share.count * itemsize
 
 
+def _bytes_under_way(bucket: Bucket) -> int:
+    """About what a bucket on its way out holds on a rank, of all that the one that owns most, if shards are even."""
+    owned = Counter(matrix.owner for matrix in bucket.matrices)  # in a gather everyone owns all
+    sent = -(-len(bucket.matrices) * bucket.matrix_numel // bucket.layout.num_shards)
+    return (sent + max(owned.values()) * bucket.matrix_numel) * bucket.comm_dtype.itemsize
+
+
 def build_plan(entries: Sequence[Entry], refreshing: Sequence[int], options: PlanOptions) -> StepPlan:
-    """The plan of a step in which the entries ``refreshing`` (positions) refresh and all others take a row step."""
+    """The plan of a step in which the entries ``refreshing`` (positions) refresh and all others take a row step.
+
+    Where buckets may be sent out during backward, they are cut and ordered as it comes to their parameters.
+    """
     chosen = set(refreshing)
     rows = tuple(i for i in range(len(entries)) if i not in chosen)
     families: dict[tuple, list[int]] = {}
-    for i in sorted(chosen):
+    for i in sorted(chosen, key=lambda i: (-entries[i].depth if options.ahead_bytes else 0.0, i)):
         layout = entries[i].layout
         if layout.matrices_are_whole and (layout.num_replicas == 1 or options.refresh == "gather"):
             families.setdefault(("local", None, (), ()), []).append(i)
@@ -195,6 +233,8 @@ def build_plan(entries: Sequence[Entry], refreshing: Sequence[int], options: Pla
     buckets: list[Bucket] = []
     for (kind, *_), members in families.items():
         buckets += _family_buckets(kind, members, entries, options)
+    if options.ahead_bytes:
+        buckets.sort(key=lambda bucket: -min(entries[i].depth for i in bucket.layouts))
     return StepPlan(tuple(entries), tuple(buckets), rows, options)
 
 
@@ -239,7 +279,8 @@ def plan_hash(entries: Sequence[Entry], options: PlanOptions, extra: Sequence[ob
     """A number that ranks compare to make sure that they will do the same (63 bits; names don't enter)."""
     digest = hashlib.sha256()
     for entry in entries:
-        digest.update(repr((entry.layout, entry.dtype, entry.device, entry.kernel, entry.num_flops)).encode())
+        what = (entry.layout, entry.dtype, entry.device, entry.kernel, entry.num_flops, entry.depth)
+        digest.update(repr(what).encode())
     digest.update(repr((options, tuple(extra))).encode())
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 

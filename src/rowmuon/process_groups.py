@@ -35,11 +35,25 @@ class ProcessGroups:
     def __init__(self, plain: Any = None) -> None:
         self._plain = plain
         self._groups: dict[Ranks, Any] = {}
+        self._own: dict[Ranks, Any] = {}
         if plain is not None:
             self._groups[tuple(sorted(dist.get_process_group_ranks(plain)))] = plain
 
     def group_of(self, ranks: Ranks) -> Any:
-        return self._groups[ranks]
+        return self._own.get(ranks) or self._groups[ranks]
+
+    def separate(self, layouts: Iterable[Layout]) -> None:
+        """Makes groups that nothing else sends in, over the ranks that share a matrix; all must call it alike.
+
+        During backward the model's own collectives run in the mesh's group, in an order that knows nothing of this one.
+        Another optimizer's backward neither: each has its own.
+        """
+        for layout in layouts:
+            if layout.matrices_are_whole:
+                continue
+            ranks = layout.shard_group(dist.get_rank())
+            if ranks not in self._own and not self.is_fake(ranks):
+                self._own[ranks] = _new(ranks, next(iter(self._groups[ranks]._device_types)))
 
     def is_fake(self, ranks: Ranks) -> bool:
         return dist.get_backend(self._groups[ranks]) == "fake"
@@ -164,16 +178,22 @@ def _check_device(group: Any, parameter: Tensor) -> None:
 
 
 def _make(ranks: Ranks, device: Any) -> Any:
-    """A new group whose collectives time out as the default group's do; else torch would wait half an hour."""
+    """A group of this module's over ``ranks``."""
     global _made
     world: Any = dist.group.WORLD
     if _made[0] is not world:
         _made = (world, {})
     if ranks not in _made[1]:
-        options = getattr(world._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        _made[1][ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        _made[1][ranks] = _new(ranks, device)
     return _made[1][ranks]
+
+
+def _new(ranks: Ranks, device: Any) -> Any:
+    """A new group whose collectives time out as the default group's do; else torch would wait half an hour."""
+    world: Any = dist.group.WORLD
+    options = getattr(world._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def _axes(layout: Layout) -> Sequence[tuple[int, ...]]:

@@ -7,7 +7,7 @@ Every rank issues the same collectives in the same order, whatever it holds and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +22,10 @@ from rowmuon.plan import StepPlan
 from rowmuon.shards import (
     Shard,
     apply_part,
-    apply_whole_rows,
     assemble,
-    build_row_steps,
     disassemble,
     finish_split_rows,
+    prepare_row_steps,
     row_sums,
     take_gradient,
     with_gradients,
@@ -34,7 +33,7 @@ from rowmuon.shards import (
 )
 from rowmuon.traffic import StepTraffic
 
-__all__ = ["Phase", "Runtime", "add_over", "all_finite"]
+__all__ = ["Flight", "Phase", "Runtime", "add_over", "all_finite"]
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Entered around the parts of a step with their names, for a stop-watch or a profiler: "gather" (packing, sending,
@@ -56,7 +55,7 @@ class _Work:
 
 
 @dataclass
-class _Flight:
+class Flight:
     """A bucket on its way through the pipeline."""
 
     bucket: Bucket
@@ -92,6 +91,7 @@ class Runtime:
         self.rank = rank
         self.group_of = group_of
         self.compile_rows = compile_rows  # may change between steps
+        self._step_rows: Callable[[], None] | None = None  # of the whole rows of a step that is prepared
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -99,11 +99,10 @@ class Runtime:
         """Whatever can fail for want of a tool, before the step changes or sends anything.
 
         Raises:
-            RuntimeError: torch.compile can't build the row step here.
+            RuntimeError: the row step can't be compiled here.
         """
-        if self.compile_rows:
-            split = [shards[index] for part in plan.split_rows(self.rank) for index in part.members]
-            build_row_steps(self._whole(plan, shards), split)
+        split = [shards[index] for part in plan.split_rows(self.rank) for index in part.members]
+        self._step_rows = prepare_row_steps(self._whole(plan, shards), split, compile=self.compile_rows)
 
     def execute(
         self,
@@ -112,25 +111,36 @@ class Runtime:
         counts: StepTraffic,
         fill: Callable[[], None] | None = None,
         phase: Phase = nullcontext,
+        sent: Mapping[int, Flight] | None = None,
     ) -> None:
-        """One step of all Muon parameters; ``fill`` is other local work, run while the first bucket is on its way."""
-        buckets = plan.buckets
+        """One step of all Muon parameters.
+
+        Args:
+            plan, shards: what to do, and this rank's tensors by the plan's entries.
+            counts: of this kind of step.
+            fill: other local work, run while the first bucket is on its way.
+            phase: a stop-watch.
+            sent: buckets that `send` has sent out already, by their positions; the first ones that travel.
+        """
+        buckets, ahead = plan.buckets, dict(sent or {})
         with phase("row_step"):
             sums = self._start_split_rows(plan, shards, counts)
         with phase("gather"):
-            arriving = self._send_ahead(buckets, 0, shards, counts)
+            arriving = ahead.pop(0, None) or self._send_ahead(buckets, 0, shards, counts)
         if fill is not None:
             with phase("adamw"):
                 fill()
         with phase("row_step"):
-            apply_whole_rows(self._whole(plan, shards), compile=self.compile_rows)
+            assert self._step_rows is not None, "prepare() comes before execute()"
+            self._step_rows()
+            self._step_rows = None  # and its views of parameters go
             while sums:
                 sums.pop(0)()  # and its buffers go
-        returning: list[_Flight] = []
+        returning: list[Flight] = []
         for i, bucket in enumerate(buckets):
             with phase("gather"):
                 flight = arriving or self._send_out(bucket, shards, counts)
-                arriving = self._send_ahead(buckets, i + 1, shards, counts)
+                arriving = ahead.pop(i + 1, None) or self._send_ahead(buckets, i + 1, shards, counts)
             self._orthogonalize(flight, plan, shards, counts, phase)
             returning.append(flight)
             with phase("gather"):
@@ -138,7 +148,7 @@ class Runtime:
         with phase("gather"):
             self._land(returning, shards, counts, in_flight=0)
 
-    def _land(self, returning: list[_Flight], shards: Sequence[Shard], counts: StepTraffic, in_flight: int) -> None:
+    def _land(self, returning: list[Flight], shards: Sequence[Shard], counts: StepTraffic, in_flight: int) -> None:
         """Applies what has come home, but leaves the youngest flights under way while the next bucket is computed."""
         for flight in returning[: len(returning) - in_flight]:
             if flight.sharing_is_due:
@@ -184,20 +194,23 @@ class Runtime:
 
     def _send_ahead(
         self, buckets: Sequence[Bucket], index: int, shards: Sequence[Shard], counts: StepTraffic
-    ) -> _Flight | None:
+    ) -> Flight | None:
         """Sends a bucket out before its turn, if there is one and it has a way to go; else it only takes memory."""
         if index < len(buckets) and travels(buckets[index]):
             return self._send_out(buckets[index], shards, counts)
         return None
 
-    def _send_out(self, bucket: Bucket, shards: Sequence[Shard], counts: StepTraffic) -> _Flight:
-        """Packs this rank's directions of a bucket and sends them to those who orthogonalise."""
+    def _send_out(self, bucket: Bucket, shards: Sequence[Shard], counts: StepTraffic) -> Flight:
+        for entry in bucket.layouts:
+            take_gradient(shards[entry])
+        return self.send(bucket, shards, counts)
+
+    def send(self, bucket: Bucket, shards: Sequence[Shard] | Mapping[int, Shard], counts: StepTraffic) -> Flight:
+        """Packs this rank's directions of a bucket and sends them to those who orthogonalise; changes no shard."""
         route = bucket.route(self.rank)
         if bucket.kind == "local":
             route = with_gradients(bucket, route, shards)
-        for entry in bucket.layouts:
-            take_gradient(shards[entry])
-        flight = _Flight(bucket, route)
+        flight = Flight(bucket, route)
         numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
         send = self._empty(numel, bucket, shards)
         for piece in route.mine:
@@ -216,7 +229,7 @@ class Runtime:
         return flight
 
     def _orthogonalize(
-        self, flight: _Flight, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic, phase: Phase
+        self, flight: Flight, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic, phase: Phase
     ) -> None:
         """Puts a bucket's matrices together, orthogonalises them, and sends every rank its rows."""
         bucket, route = flight.bucket, flight.route
@@ -257,13 +270,13 @@ class Runtime:
                 if route.shares:
                     self._start_sharing(flight, counts)
 
-    def _start_sharing(self, flight: _Flight, counts: StepTraffic) -> None:
+    def _start_sharing(self, flight: Flight, counts: StepTraffic) -> None:
         """Begins to pass what this replica has orthogonalised on to the other replicas."""
         flight.sharing_is_due = False
         flight.home = flight.wait()
         self._share(flight, 0, counts)
 
-    def _share(self, flight: _Flight, index: int, counts: StepTraffic) -> None:
+    def _share(self, flight: Flight, index: int, counts: StepTraffic) -> None:
         assert flight.home is not None
         share, replicas = flight.route.shares[index], flight.route.replicas
         flight.received = flight.home.new_empty(share.count * len(replicas))
@@ -271,7 +284,7 @@ class Runtime:
         flight.work = self._all_gather(flight.received, part, replicas, counts)
         flight.buffers.append(part)
 
-    def _apply(self, flight: _Flight, shards: Sequence[Shard], counts: StepTraffic) -> None:
+    def _apply(self, flight: Flight, shards: Sequence[Shard], counts: StepTraffic) -> None:
         """Applies the rows that have come back."""
         bucket, route = flight.bucket, flight.route
         if bucket.kind != "exchange":
@@ -291,7 +304,7 @@ class Runtime:
             part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
             apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
 
-    def _empty(self, numel: int, bucket: Bucket, shards: Sequence[Shard]) -> Tensor:
+    def _empty(self, numel: int, bucket: Bucket, shards: Sequence[Shard] | Mapping[int, Shard]) -> Tensor:
         return torch.empty(numel, dtype=bucket.comm_dtype, device=shards[bucket.matrices[0].entry].weight.device)
 
     # ---------------------------------------------------------------------------------------------- collectives

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rowmuon.buckets import Bucket, Piece, Route, lies_in_order
 from rowmuon.groups import name_of
 from rowmuon.layout import ROWS, Box, Layout, local_tensor
 from rowmuon.update import (
+    AdjustLr,
     apply_direction_,
     apply_split_row_step_,
     row_step_,
@@ -23,6 +25,7 @@ from rowmuon.update import (
     split_row_sums_,
     update_momentum_,
     write_direction,
+    write_next_direction,
 )
 
 __all__ = ["Hyper", "Shard", "make_shard"]
@@ -47,21 +50,50 @@ class Hyper:
 
 @dataclass
 class Shard:
-    """One Muon parameter's tensors on this rank, as (stack, rows, columns) views of what ``box`` covers.
+    """One Muon parameter's tensors on this rank, of which the step sees (stack, rows, columns) views by ``box``.
 
-    A missing gradient leaves weight and momentum as they are; the momentum then stands for the direction in what other
-    ranks are owed.
+    Views are made when they are asked for, and never kept from one step to the next: a parameter's memory may be
+    another then. A missing gradient leaves weight and momentum as they are; the momentum then stands for the direction
+    in what other ranks are owed.
     """
 
     box: Box
-    weight: Tensor
-    momentum: Tensor
-    grad: Tensor | None
+    local_weight: Tensor
+    local_momentum: Tensor
+    local_grad: Tensor | None
     hyper: Hyper
     spectral_scale: float
     row_scale: float
     has_momentum: bool = False  # whether this step's gradient is in the momentum already
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tensor, its copy where no view was possible)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        return self._view_or_copy(self.local_weight)
+
+    @cached_property
+    def momentum(self) -> Tensor:
+        return self._view_or_copy(self.local_momentum)
+
+    @cached_property
+    def grad(self) -> Tensor | None:
+        return None if self.local_grad is None else self.local_grad.reshape(self.box.shape)
+
+    def _view_or_copy(self, local: Tensor) -> Tensor:
+        view = _view(local, self.box.shape)
+        if view is None:
+            view = local.reshape(self.box.shape).contiguous()
+            self.copies.append((local, view))
+        return view
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weight, momentum and gradient as (stack * rows, columns): what a row step works on. There is a gradient."""
+        assert self.local_grad is not None
+        if self.local_weight.ndim == 2:  # they are that, whatever their strides
+            return self.local_weight, self.local_momentum, self.local_grad
+        assert self.grad is not None
+        return self.weight.flatten(0, 1), self.momentum.flatten(0, 1), self.grad.flatten(0, 1)
 
     def write_back(self) -> None:
         """After the step: where a tensor's strides allowed no view of it as matrices, its copy goes back into it."""
@@ -77,21 +109,21 @@ def make_shard(
     Raises:
         ValueError: a gradient that is placed otherwise; the parameter is named.
     """
-    box = layout.box(rank)
-    copies: list[tuple[Tensor, Tensor]] = []
-    views = []
-    for tensor in (parameter, momentum):
-        local = local_tensor(tensor)
-        view = _view(local, box.shape)
-        if view is None:
-            view = local.reshape(box.shape).contiguous()
-            copies.append((local, view))
-        views.append(view)
-    grad = _gradient(parameter, group)
-    spectral = spectral_scale(*layout.matrix_shape, group["adjust_lr_fn"])
-    row = row_step_scale(*layout.matrix_shape, group["adjust_lr_fn"])
-    grad = None if grad is None else grad.reshape(box.shape)
-    return Shard(box, views[0], views[1], grad, hyper, spectral, group["row_scale"] * row, copies=copies)
+    spectral, row = _scales(layout.matrix_shape, group["adjust_lr_fn"])
+    return Shard(
+        layout.box(rank),
+        local_tensor(parameter),
+        local_tensor(momentum),
+        _gradient(parameter, group),
+        hyper,
+        spectral,
+        group["row_scale"] * row,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _scales(matrix_shape: tuple[int, int], adjust_lr_fn: AdjustLr) -> tuple[float, float]:
+    return spectral_scale(*matrix_shape, adjust_lr_fn), row_step_scale(*matrix_shape, adjust_lr_fn)
 
 
 def _view(tensor: Tensor, shape: tuple[int, int, int]) -> Tensor | None:
@@ -117,25 +149,23 @@ def _gradient(parameter: Tensor, group: Mapping[str, Any]) -> Tensor | None:
 
 
 def row_sums(shard: Shard, *, compile: bool = False) -> Tensor:
-    momentum = shard.momentum.flatten(0, 1)
-    if shard.grad is None:
+    if shard.local_grad is None:
+        momentum = shard.momentum.flatten(0, 1)
         sums = torch.linalg.vector_norm(momentum, dim=1, dtype=torch.promote_types(momentum.dtype, torch.float32))
         return sums.square_()
     h = shard.hyper
-    grad = shard.grad.flatten(0, 1)
+    _, momentum, grad = shard.rows
     sum_rows_ = compiled.split_row_sums_ if compile else split_row_sums_
     return sum_rows_(momentum, grad, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
 
 
 def finish_split_rows(shard: Shard, sums: Tensor, *, compile: bool = False) -> None:
-    if shard.grad is None:
+    if shard.local_grad is None:
         return
     h = shard.hyper
     apply = compiled.apply_split_row_step_ if compile else apply_split_row_step_
     apply(
-        shard.weight.flatten(0, 1),
-        shard.momentum.flatten(0, 1),
-        shard.grad.flatten(0, 1),
+        *shard.rows,
         sums,
         lr=h.lr,
         weight_decay=h.weight_decay,
@@ -157,7 +187,7 @@ def take_gradient(shard: Shard) -> None:
 
 
 def write_part(shard: Shard, piece: Piece, buffer: Tensor) -> None:
-    """Writes the direction in ``piece`` into its place in a flat buffer."""
+    """Writes the direction in ``piece`` into its place in a flat buffer; the same before `take_gradient` and after."""
     out = buffer[piece.offset : piece.offset + piece.numel].view(piece.box.shape)[0]
     where = piece.box.slices(shard.box)
     where = (where[0].start, *where[1:])
@@ -165,9 +195,8 @@ def write_part(shard: Shard, piece: Piece, buffer: Tensor) -> None:
     if shard.grad is None:
         out.copy_(shard.momentum[where])
         return
-    write_direction(
-        shard.momentum[where], shard.grad[where], out, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize
-    )
+    write = write_direction if shard.has_momentum else write_next_direction
+    write(shard.momentum[where], shard.grad[where], out, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
 
 
 def apply_part(shard: Shard, box: Box, part: Tensor) -> None:
@@ -184,7 +213,7 @@ def apply_part(shard: Shard, box: Box, part: Tensor) -> None:
     )
 
 
-def with_gradients(bucket: Bucket, route: Route, shards: Sequence[Shard]) -> Route:
+def with_gradients(bucket: Bucket, route: Route, shards: Sequence[Shard] | Mapping[int, Shard]) -> Route:
     """A local bucket without the matrices that have no gradient: nobody else waits for them."""
     owned = tuple(p for p in route.owned if shards[bucket.matrices[p].entry].grad is not None)
     if owned == route.owned:
@@ -231,45 +260,55 @@ def _piece_views(bucket: Bucket, route: Route, stack: Tensor, buffer: Tensor) ->
         yield part, buffer.as_strided(size, stride, buffer.storage_offset() + piece.offset)
 
 
-def build_row_steps(whole: Sequence[Shard], split: Sequence[Shard]) -> None:
-    """Compiles what `apply_whole_rows` and `finish_split_rows` of a step take, before anything has changed.
+def prepare_row_steps(whole: Sequence[Shard], split: Sequence[Shard], *, compile: bool = False) -> Callable[[], None]:
+    """Compiles what the row steps take, before anything has changed.
+
+    Args:
+        whole: parameters whose rows are whole here.
+        split: parameters whose rows are split between ranks; `row_sums` and `finish_split_rows` step them.
+        compile: whether they are compiled at all.
+
+    Returns:
+        The row step of ``whole``, all of a group in one call; to be called once.
 
     Raises:
-        RuntimeError: torch.compile can't build it here.
+        RuntimeError: it can't be built here.
     """
-    for members in _by_group(whole):
-        grads = [shard.grad.flatten(0, 1) for shard in members if shard.grad is not None]
-        matrices = [(shard.weight.flatten(0, 1), shard.momentum.flatten(0, 1)) for shard in members]
-        compiled.build_row_step([weight for weight, _ in matrices], [momentum for _, momentum in matrices], grads)
-    for shard in split:
-        if shard.grad is not None:
-            tensors = (shard.weight.flatten(0, 1), shard.momentum.flatten(0, 1), shard.grad.flatten(0, 1))
-            compiled.build_split_row_step(*tensors)
+    steps = [_prepare_row_step(members, compile) for members in _by_group(whole)]
+    for shard in split if compile else ():
+        if shard.local_grad is not None:
+            compiled.build_split_row_step(*shard.rows)
+
+    def apply() -> None:
+        for step in steps:
+            step()
+
+    return apply
+
+
+def _prepare_row_step(members: Sequence[Shard], compile: bool) -> Callable[[], None]:
+    weights, momenta, grads = zip(*(shard.rows for shard in members), strict=True)
+    scales = [shard.row_scale for shard in members]
+    h = members[0].hyper
+    if compile:
+        step = compiled.prepare_row_step(weights, momenta, grads, scales)
+    else:
+        step = partial(row_step_, weights, momenta, grads, scales=scales)
+    return partial(
+        step,
+        lr=h.lr,
+        weight_decay=h.weight_decay,
+        beta=h.beta,
+        nesterov=h.nesterov,
+        eps=h.eps,
+        maximize=h.maximize,
+    )
 
 
 def _by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
     """Those that have a gradient, by parameter group."""
     groups: dict[int, list[Shard]] = {}
     for shard in shards:
-        if shard.grad is not None:
+        if shard.local_grad is not None:
             groups.setdefault(id(shard.hyper), []).append(shard)
     return list(groups.values())
-
-
-def apply_whole_rows(shards: Sequence[Shard], *, compile: bool = False) -> None:
-    """The row step of parameters whose rows are whole here, all of a group in one call."""
-    step = compiled.row_step_ if compile else row_step_
-    for members in _by_group(shards):
-        hyper = members[0].hyper
-        step(
-            [shard.weight.flatten(0, 1) for shard in members],
-            [shard.momentum.flatten(0, 1) for shard in members],
-            [shard.grad.flatten(0, 1) for shard in members if shard.grad is not None],
-            lr=hyper.lr,
-            weight_decay=hyper.weight_decay,
-            beta=hyper.beta,
-            nesterov=hyper.nesterov,
-            scales=[shard.row_scale for shard in members],
-            eps=hyper.eps,
-            maximize=hyper.maximize,
-        )

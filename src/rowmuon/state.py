@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from rowmuon import adamw
-from rowmuon.groups import check_hyper
-from rowmuon.period import check_period
+from rowmuon.groups import check_hyper, flops_per_matrix
+from rowmuon.period import assign_phases, check_period
 from rowmuon.update import spectral_scale
 
 if TYPE_CHECKING:
     from rowmuon.optimizer import PeriodicRowMuon
 
-__all__ = ["adapt_state_dict", "finish_loading", "init_state"]
+__all__ = ["adapt_state_dict", "finish_loading", "init_state", "stagger_phases"]
 
 
 def init_state(parameter: Tensor, group: Mapping[str, Any], state_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -27,6 +27,17 @@ def init_state(parameter: Tensor, group: Mapping[str, Any], state_dtype: torch.d
         return adamw.init_state(parameter, group)
     momentum = torch.zeros_like(parameter, dtype=state_dtype, memory_format=torch.preserve_format, requires_grad=False)
     return {"momentum_buffer": momentum, "step": 0, "phase": 0}
+
+
+def stagger_phases(optimizer: PeriodicRowMuon, keep: bool = False) -> None:
+    """Gives each parameter the phase in which it refreshes; ``keep``: unless the states have some."""
+    layouts, state = optimizer._layouts, optimizer.state
+    muon = [(group, p) for group in optimizer.param_groups if group["algorithm"] == "muon" for p in group["params"]]
+    if keep and any(state[p]["phase"] for _, p in muon):
+        return
+    costs = [flops_per_matrix(layouts[p], group, "any") * layouts[p].num_matrices for group, p in muon]
+    for (_, p), phase in zip(muon, assign_phases(costs, [group["period"] for group, _ in muon]), strict=True):
+        state[p]["phase"] = phase
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,17 @@ def write_direction(
 
 
 @torch.no_grad()
+def write_next_direction(
+    momentum: Tensor, grad: Tensor, out: Tensor, *, beta: float, nesterov: bool, maximize: bool = False
+) -> None:
+    """Write what `write_direction` would after `update_momentum_`, bit for bit, and leave the momentum as it is."""
+    scratch = _Scratch()
+    for m, g, u in _blocks(momentum, grad, out):
+        taken = scratch.take(0, m, m.dtype).copy_(m)
+        _write_direction(u, taken, _update_momentum_(taken, g, beta, maximize), beta, nesterov)
+
+
+@torch.no_grad()
 def row_step_(
     weights: Sequence[Tensor],
     momenta: Sequence[Tensor],
@@ -256,6 +267,15 @@ def part_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, m
     applied = [weight] * (received != weight) + [torch.float32] * (weight.itemsize < 4)  # the decay by a tensor lr
     return max(
         _block_bytes(num_rows, num_cols, needed, device_type) for needed in (written + [weight] * maximize, applied)
+    )
+
+
+def part_ahead_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> int:
+    """The same of `write_next_direction`; `dtypes` of W and G, of M, of U to write."""
+    weight, momentum, sent = dtypes
+    return _block_bytes(num_rows, num_cols, [momentum], device_type) + max(
+        momentum_bytes(num_rows, num_cols, (momentum, weight), device_type, maximize),
+        part_bytes(num_rows, num_cols, (weight, momentum, sent, weight), device_type, maximize),
     )
 
 

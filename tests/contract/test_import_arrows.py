@@ -20,10 +20,11 @@ SRC = ROOT / "src"
 ROWMUON = {
     # these stand on torch alone
     "device": "",
+    "native": "",
     "coefficients": "",
     "orthogonalize": "coefficients device",
     "update": "device",
-    "compiled": "device update",
+    "compiled": "device native update",
     "layout": "",
     "period": "",
     "traffic": "",
@@ -45,6 +46,7 @@ ROWMUON = {
     # runs a plan; the only one that calls a collective
     "runtime": "plan orthogonalize update buckets shards traffic",
     "clipping": "layout runtime",
+    "backward": "device groups layout period plan runtime shards traffic",
     "state": "adamw groups period update",
     "agreement": "groups layout plan process_groups runtime",
     "watch": "groups",
