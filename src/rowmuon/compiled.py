@@ -1,20 +1,23 @@
-"""The row step through ``torch.compile``: memory is passed over once.
+"""The compiled row step: memory is passed over once.
 
 A row goes through all of `rowmuon.update.row_step_` while it lies in the innermost cache: read g, m and w, write m and
-w, five passes over memory where a fused AdamW makes seven. Rows that are split between ranks take two passes by nature:
-the sums must come back from the other ranks before anything is stepped.
+w, five passes over memory where a fused AdamW makes seven. On a CPU that is `rowmuon.native`, a kernel of our own;
+elsewhere, and for dtypes that it doesn't know, ``torch.compile``. Rows that are split between ranks take two passes by
+nature: the sums must come back from the other ranks before anything is stepped.
 
-All settings enter as tensors and all sizes are symbols, so neither lr, momentum, decay, Nesterov, `maximize` nor a new
-shape compiles again. Matrices are stepped `_AT_ONCE` a call, since a call costs as much as a few thousand elements.
-Everything is compiled on memory of its own, and `build_row_step` and `build_split_row_step` do so for all that a step
-takes before it touches a parameter, so a compiler that is missing or fails is noticed while nothing has changed.
+Into ``torch.compile`` all settings enter as tensors and all sizes are symbols, so neither lr, momentum, decay,
+Nesterov, `maximize` nor a new shape compiles again. Matrices are stepped `_AT_ONCE` a call, since a call costs as much
+as a few thousand elements. Everything is compiled on memory of its own, and `prepare_row_step` and
+`build_split_row_step` do so for all that a step takes before it touches a parameter, so a compiler that is missing or
+fails is noticed while nothing has changed.
 """
 
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -22,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from rowmuon import update
+from rowmuon import native, update
 from rowmuon.device import compute_device
 
-__all__ = ["apply_split_row_step_", "build_row_step", "build_split_row_step", "row_step_", "split_row_sums_"]
+__all__ = ["apply_split_row_step_", "build_split_row_step", "prepare_row_step", "row_step_", "split_row_sums_"]
 
 _AT_ONCE = 4
 
@@ -43,24 +46,76 @@ class _Matrix(NamedTuple):
 
 
 @torch.no_grad()
-def build_row_step(weights: Sequence[Tensor], momenta: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def prepare_row_step(
+    weights: Sequence[Tensor], momenta: Sequence[Tensor], grads: Sequence[Tensor], scales: Sequence[float]
+) -> Callable[..., None]:
     """Compiles what `row_step_` of these matrices takes and isn't compiled yet. Reads and changes none of them.
 
+    Returns:
+        That step, to be called once with the other arguments of `row_step_`.
+
     Raises:
-        RuntimeError: torch.compile can't build it here.
+        RuntimeError: it can't be built here.
     """
-    _build_whole(_sorted([_Matrix(*matrix, 1.0) for matrix in zip(weights, momenta, grads, strict=True)])[0])
+    by_way: dict[tuple[Any, ...], list[_Matrix]] = {}
+    sees_all = _get_current_dispatch_mode() is not None
+    for matrix in map(_Matrix, weights, momenta, grads, scales):
+        by_way.setdefault(("eager",) if sees_all else _way(matrix), []).append(matrix)
+    for (way, *dtypes), members in by_way.items():
+        if way == "native":
+            _build_native(*dtypes)
+        elif way == "compiled":
+            for count in {len(batch) for batch in _batches(members)}:
+                _build("whole", count, *dtypes)
+    return partial(_step, by_way)
 
 
-def _build_whole(by_dtypes: dict[tuple[Any, ...], list[_Matrix]]) -> None:
-    for dtypes, members in by_dtypes.items():
-        for count in {len(batch) for batch in _batches(members)}:
-            _build("whole", count, *dtypes)
+def _way(matrix: _Matrix) -> tuple[Any, ...]:
+    """How it is stepped, and for which dtypes."""
+    weight, momentum, grad, _ = matrix
+    if native.takes(weight, momentum, grad):
+        return "native", weight.dtype, momentum.dtype, grad.dtype
+    if _can_compile(weight, momentum, grad):
+        return "compiled", *_dtypes(weight, momentum, grad)
+    return ("eager",)
+
+
+def _step(by_way: dict[tuple[Any, ...], list[_Matrix]], **hyper: Any) -> None:
+    for (way, *_), members in by_way.items():
+        if way == "native":
+            _native_step(members, **hyper)
+        elif way == "compiled":
+            for batch in _batches(members):
+                _compiled("whole", len(batch), batch[0].weight.device.type)(*_whole_arguments(batch, **hyper))
+        else:
+            weights, momenta, grads, scales = zip(*members, strict=True)
+            update.row_step_(weights, momenta, grads, scales=scales, **hyper)
+
+
+def _least_norm(eps: float, work: torch.dtype) -> float:
+    """See `rowmuon.update.row_step_`."""
+    return min(eps, math.sqrt(torch.finfo(work).tiny))
+
+
+def _native_step(members: Sequence[_Matrix], lr: float | Tensor, weight_decay: float, eps: float, **hyper: Any) -> None:
+    lr = float(lr)  # a 0-dim tensor on the CPU too: nothing waits for it
+    floor = _least_norm(eps, update._work_dtype(*members[0][:3]))
+    matrices = [(weight, momentum, grad) for weight, momentum, grad, _ in members]
+    steps = [lr * scale for *_, scale in members]
+    native.row_step_(matrices, steps, decay=lr * weight_decay, floor=floor, **hyper)
+
+
+@cache
+def _build_native(weight: torch.dtype, momentum: torch.dtype, grad: torch.dtype) -> None:
+    try:
+        native.build(weight, momentum, grad)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _explained(error, weight, momentum, grad, "cpu") from error
 
 
 @torch.no_grad()
 def build_split_row_step(weight: Tensor, momentum: Tensor, grad: Tensor) -> None:
-    """`build_row_step` for `split_row_sums_` and `apply_split_row_step_`."""
+    """Compiles what `split_row_sums_` and `apply_split_row_step_` take; raises as `prepare_row_step` does."""
     if _can_compile(momentum, grad):
         _build("sums", 1, *_dtypes(momentum, momentum, grad))
     if _can_compile(weight, momentum, grad):
@@ -85,21 +140,14 @@ def row_step_(
 
     The momentum may differ from the eager one by a rounding to its dtype, the step of a weight by a few roundings (up
     to 8 eps of lr * scale) to the narrower dtype of momentum and gradient: between its steps the eager path rounds to
-    these, this one stays in fp32. A bf16 weight is rounded once on both. What `_can_compile` refuses is done eagerly.
+    these, this one stays in fp32. A bf16 weight is rounded once on both. What neither `native.takes` nor
+    `_can_compile` wants is done eagerly.
 
     Raises:
-        RuntimeError: torch.compile can't build it here. Nothing has changed then.
+        RuntimeError: it can't be built here. Nothing has changed then.
     """
-    by_dtypes, eager = _sorted([_Matrix(*matrix) for matrix in zip(weights, momenta, grads, scales, strict=True)])
-    _build_whole(by_dtypes)
-    hyper: Any = {"lr": lr, "weight_decay": weight_decay, "beta": beta, "nesterov": nesterov, "eps": eps}
-    hyper["maximize"] = maximize
-    for members in by_dtypes.values():
-        for batch in _batches(members):
-            _compiled("whole", len(batch), batch[0].weight.device.type)(*_whole_arguments(batch, **hyper))
-    if eager:
-        weights, momenta, grads, scales = zip(*eager, strict=True)
-        update.row_step_(weights, momenta, grads, scales=scales, **hyper)
+    step = prepare_row_step(weights, momenta, grads, scales)
+    step(lr=lr, weight_decay=weight_decay, beta=beta, nesterov=nesterov, eps=eps, maximize=maximize)
 
 
 @torch.no_grad()
@@ -145,25 +193,14 @@ def _can_compile(*tensors: Tensor) -> bool:
     A single row or column doesn't, since torch.compile takes a 1 for a constant. Nor do other strides than those of a
     matrix that is alone in its memory, row by row: each is another compilation, of which torch allows eight, and for a
     transposed weight and momentum under a gradient that isn't the CPU's inductor of torch 2.13 steps wrongly (it reads
-    the momentum once more after it has written it). Nor fake tensors, nor anything under a dispatch mode (a counter of
+    the momentum once more after it has written it). Nor a tensor that stands for its negative, which the CPU's inductor
+    takes for that tensor. Nor fake tensors, nor anything under a dispatch mode (a counter of
     FLOPs or collectives): it is to see every operation, and torch.compile would refuse.
     """
     first = tensors[0]
     if min(first.shape) <= 1 or _get_current_dispatch_mode() is not None or compute_device(first) == "fake":
         return False
-    return all(tensor.is_contiguous() for tensor in tensors)
-
-
-def _sorted(matrices: Sequence[_Matrix]) -> tuple[dict[tuple[Any, ...], list[_Matrix]], list[_Matrix]]:
-    """Those that are compiled, by dtypes and device, and those that are done eagerly."""
-    by_dtypes: dict[tuple[Any, ...], list[_Matrix]] = {}
-    eager = []
-    for matrix in matrices:
-        if _can_compile(*matrix[:3]):
-            by_dtypes.setdefault(_dtypes(*matrix[:3]), []).append(matrix)
-        else:
-            eager.append(matrix)
-    return by_dtypes, eager
+    return all(tensor.is_contiguous() and not tensor.is_neg() for tensor in tensors)
 
 
 def _dtypes(weight: Tensor, momentum: Tensor, grad: Tensor) -> tuple[Any, ...]:
@@ -199,7 +236,7 @@ def _step_settings(
     maximize: bool,
 ) -> tuple[float | Tensor, ...]:
     """(sign of the gradient, share of the gradient in U, what the decay leaves of W, step, least norm)."""
-    floor = min(eps, math.sqrt(torch.finfo(work).tiny))
+    floor = _least_norm(eps, work)
     sign, share = -1.0 if maximize else 1.0, 1 - beta if nesterov else 0.0
     return sign, share, 1 - lr * weight_decay, lr * scale, floor
 
@@ -299,9 +336,13 @@ def _build(
     try:
         _compiled(name, count, device.type)(*arguments)
     except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise RuntimeError(
-            f"compile=True: torch.compile can't build the row step for {weight} weights, {momentum} momentum and "
-            f"{grad} gradients on {device}: {reason[0]}. It needs a working C++ compiler (g++ or clang++) on a CPU and "
-            "Triton on a GPU; the same step without either is compile=False."
-        ) from error
+        raise _explained(error, weight, momentum, grad, device) from error
+
+
+def _explained(error: Exception, weight: object, momentum: object, grad: object, device: object) -> RuntimeError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return RuntimeError(
+        f"compile=True: the row step can't be built here for {weight} weights, {momentum} momentum and {grad} "
+        f"gradients on {device}: {reason[0]}. It needs a working C++ compiler (g++ or clang++) on a CPU and Triton on "
+        "a GPU; the same step without either is compile=False."
+    )

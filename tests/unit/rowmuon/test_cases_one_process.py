@@ -29,9 +29,10 @@ def test_S3_row_step_on_an_empty_local_shard(rank: int) -> None:
     shard = make_shard(parameter, momentum, layout, rank, group, Hyper.of(group))
     entry = Entry("weight", layout, parameter.dtype, "cpu", (), 0)
     counts = StepTraffic()
-    Runtime(rank, lambda ranks: pytest.fail("a row step asked for a process group")).execute(
-        build_plan([entry], [], PlanOptions()), [shard], counts
-    )
+    runtime = Runtime(rank, lambda ranks: pytest.fail("a row step asked for a process group"))
+    plan = build_plan([entry], [], PlanOptions())
+    runtime.prepare(plan, [shard])
+    runtime.execute(plan, [shard], counts)
     assert counts == StepTraffic()
     assert bool(torch.isfinite(parameter).all())
     assert (parameter.numel() == 0) == (rank == 3)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rowmuon
 from optimizer_cases import give_grads, make_params
-from rowmuon import compiled, update
+from rowmuon import compiled, native, update
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler (g++ or clang++) on PATH"
@@ -47,9 +47,21 @@ def tensors(dtype: torch.dtype, seed: int, zero_rows: bool) -> list[Tensor]:
     return made
 
 
+@pytest.fixture(params=["native", "torch.compile"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On a CPU `torch.compile` is left for what the kernel doesn't know; here it takes all."""
+    if request.param != "native":
+        without_the_kernel(monkeypatch)
+    return request.param
+
+
+def without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "takes", lambda *tensors: False)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES.keys())
-def test_numbers_are_those_of_the_eager_step(dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> None:
+def test_numbers_are_those_of_the_eager_step(way: str, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> None:
     step_eps = max(torch.finfo(dtype).eps for dtype in dtypes[1:])
     scales = [0.2 * (i + 1) for i in range(len(SHAPES))]
     for change in CHANGES:
@@ -82,8 +94,9 @@ TWENTY_SHAPES = [*((2 + 3 * i, 2 + i * i) for i in range(18)), (17, 17), (600, 1
 
 
 @pytest.fixture
-def no_recompilation() -> Iterator[None]:
-    """Nothing is compiled yet, and a recompilation is an error."""
+def no_recompilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled by torch.compile yet, which does all, and a recompilation is an error."""
+    without_the_kernel(monkeypatch)
     torch._dynamo.reset()
     compiled._build.cache_clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -148,7 +161,7 @@ def test_split_rows_are_those_of_the_eager_step(change: dict[str, Any]) -> None:
 
 
 @needs_compiler
-def test_optimizer_follows_the_eager_one_and_keeps_the_option() -> None:
+def test_optimizer_follows_the_eager_one_and_keeps_the_option(way: str) -> None:
     opts, all_params = [], []
     for flag in (False, True):
         params = make_params([(40, 24), (3, 8, 8)])
@@ -217,6 +230,7 @@ def test_parameters_and_gradients_that_share_their_memory(no_recompilation: None
 
 def failing(monkeypatch: pytest.MonkeyPatch, when: Callable[[str, tuple[Any, ...]], bool]) -> None:
     """Compiled functions of which some can't be made, as where there is no compiler, and the others do nothing."""
+    without_the_kernel(monkeypatch)
 
     def made(name: str, *_: object) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
@@ -281,6 +295,7 @@ def test_fake_tensors_take_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> No
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(compiled, "_compiled", lambda *_: pytest.fail("compiled under a fake mode"))
+    monkeypatch.setattr(native, "row_step_", lambda *_: pytest.fail("the kernel was called under a fake mode"))
     with FakeTensorMode():
         params = make_params([(4, 6)])
         opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=3, compile=True)
