@@ -54,7 +54,7 @@ def layouts(draw: st.DrawFn, grid: Grid | None, largest: int = 12) -> Layout:
 
 def entry_of(layout: Layout, index: int = 0, dtype: torch.dtype = torch.float64) -> Entry:
     flops = newton_schulz_flops(*layout.matrix_shape, 5)
-    return Entry(f"entry {index}", layout, dtype, "cpu", (), flops)
+    return Entry(f"entry {index}", layout, dtype, "cpu", (), flops, depth=float(index))
 
 
 @st.composite
@@ -73,6 +73,7 @@ OPTIONS = st.builds(
     refresh=st.sampled_from(["exchange", "gather"]),
     comm_dtype=st.just(torch.float64),
     bucket_bytes=st.sampled_from([1, 400, 3_000, 64 << 20]),
+    ahead_bytes=st.sampled_from([0, 1, 2_000, 64 << 20]),
     flops_per_byte=st.sampled_from([0.0, 10_000.0]),
 )
 

@@ -42,8 +42,8 @@ class KernelWorkspace:
         return update.part_bytes(num_rows, num_cols, dtypes, self.device, self.maximize)
 
     def part_ahead(self, num_rows: int, num_cols: int, sent: torch.dtype) -> int:
-        dtypes = (self.weight_dtype, self.momentum_dtype, sent)
-        return update.part_ahead_bytes(num_rows, num_cols, dtypes, self.device, self.maximize)
+        taken = update.block_bytes(num_rows, num_cols, [self.momentum_dtype], self.device)
+        return taken + max(self.momentum(num_rows, num_cols), self.part(num_rows, num_cols, sent, self.weight_dtype))
 
     def rows(self, num_rows: int, num_cols: int) -> tuple[int, int]:
         dtypes = (self.weight_dtype, self.momentum_dtype)

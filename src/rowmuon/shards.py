@@ -25,7 +25,6 @@ from rowmuon.update import (
     split_row_sums_,
     update_momentum_,
     write_direction,
-    write_next_direction,
 )
 
 __all__ = ["Hyper", "Shard", "make_shard"]
@@ -195,8 +194,8 @@ def write_part(shard: Shard, piece: Piece, buffer: Tensor) -> None:
     if shard.grad is None:
         out.copy_(shard.momentum[where])
         return
-    write = write_direction if shard.has_momentum else write_next_direction
-    write(shard.momentum[where], shard.grad[where], out, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
+    momentum, grad, taken = shard.momentum[where], shard.grad[where], shard.has_momentum
+    write_direction(momentum, grad, out, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize, taken=taken)
 
 
 def apply_part(shard: Shard, box: Box, part: Tensor) -> None:

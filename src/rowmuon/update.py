@@ -126,22 +126,17 @@ def update_momentum_(momentum: Tensor, grad: Tensor, *, beta: float, maximize: b
 
 @torch.no_grad()
 def write_direction(
-    momentum: Tensor, grad: Tensor, out: Tensor, *, beta: float, nesterov: bool, maximize: bool = False
+    momentum: Tensor, grad: Tensor, out: Tensor, *, beta: float, nesterov: bool, maximize: bool = False, taken: bool
 ) -> None:
-    """Write U of a momentum that already holds this step's gradient to `out`, in the dtype of `out`."""
-    for m, g, u in _blocks(momentum, grad, out):
-        _write_direction(u, m, g.neg() if maximize else g, beta, nesterov)
-
-
-@torch.no_grad()
-def write_next_direction(
-    momentum: Tensor, grad: Tensor, out: Tensor, *, beta: float, nesterov: bool, maximize: bool = False
-) -> None:
-    """Write what `write_direction` would after `update_momentum_`, bit for bit, and leave the momentum as it is."""
+    """Write U to `out`, in its dtype. If the momentum hasn't `taken` the gradient, as if it had, to the last bit."""
     scratch = _Scratch()
     for m, g, u in _blocks(momentum, grad, out):
-        taken = scratch.take(0, m, m.dtype).copy_(m)
-        _write_direction(u, taken, _update_momentum_(taken, g, beta, maximize), beta, nesterov)
+        if not taken:
+            m = scratch.take(0, m, m.dtype).copy_(m)
+            g = _update_momentum_(m, g, beta, maximize)
+        elif maximize:
+            g = g.neg()
+        _write_direction(u, m, g, beta, nesterov)
 
 
 @torch.no_grad()
@@ -256,7 +251,7 @@ def momentum_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: st
     momentum, grad = dtypes
     work = _widest(torch.float32, momentum, grad)
     copies = [work for dtype in dtypes if dtype != work] if momentum != grad else []
-    return _block_bytes(num_rows, num_cols, copies + [grad] * maximize, device_type)
+    return block_bytes(num_rows, num_cols, copies + [grad] * maximize, device_type)
 
 
 def part_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> int:
@@ -266,16 +261,7 @@ def part_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, m
     written = [] if sent == momentum == weight else [both] + [both for dtype in (momentum, weight) if dtype != both]
     applied = [weight] * (received != weight) + [torch.float32] * (weight.itemsize < 4)  # the decay by a tensor lr
     return max(
-        _block_bytes(num_rows, num_cols, needed, device_type) for needed in (written + [weight] * maximize, applied)
-    )
-
-
-def part_ahead_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str, maximize: bool) -> int:
-    """The same of `write_next_direction`; `dtypes` of W and G, of M, of U to write."""
-    weight, momentum, sent = dtypes
-    return _block_bytes(num_rows, num_cols, [momentum], device_type) + max(
-        momentum_bytes(num_rows, num_cols, (momentum, weight), device_type, maximize),
-        part_bytes(num_rows, num_cols, (weight, momentum, sent, weight), device_type, maximize),
+        block_bytes(num_rows, num_cols, needed, device_type) for needed in (written + [weight] * maximize, applied)
     )
 
 
@@ -286,13 +272,13 @@ def row_step_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: st
     written = [both, both] if momentum != weight else [both] * (weight != work)
     temporary = max(
         momentum_bytes(num_rows, num_cols, (momentum, weight), device_type, maximize),
-        _block_bytes(num_rows, num_cols, written + [weight] * maximize, device_type),
+        block_bytes(num_rows, num_cols, written + [weight] * maximize, device_type),
     )
-    norms = _block_bytes(num_rows, 1, [work, work], device_type)
-    return _block_bytes(num_rows, num_cols, [work] * (1 + (weight != work)), device_type), temporary + norms
+    norms = block_bytes(num_rows, 1, [work, work], device_type)
+    return block_bytes(num_rows, num_cols, [work] * (1 + (weight != work)), device_type), temporary + norms
 
 
-def _block_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str) -> int:
+def block_bytes(num_rows: int, num_cols: int, dtypes: Dtypes, device_type: str) -> int:
     numel = min(num_rows, _block_rows(num_cols, device_type)) * num_cols if num_cols else 0
     return numel * sum(dtype.itemsize for dtype in dtypes)
 

@@ -126,12 +126,17 @@ def test_the_arithmetic_takes_what_it_says(monkeypatch: pytest.MonkeyPatch, rows
         said = update.momentum_bytes(*rows_cols, (momentum, weight), "cpu", maximize)
         assert live.peak <= said <= 1.3 * live.peak, "momentum"
         with LiveBytes() as writing:
-            update.write_direction(m, g, o, **settings)
+            update.write_direction(m, g, o, **settings, taken=True)
         with LiveBytes() as applying:
             update.apply_direction_(w, o, scale=1.0, **lr)
         said = update.part_bytes(*rows_cols, (weight, momentum, other, other), "cpu", maximize)
         most = max(writing.peak, applying.peak)
         assert most <= said + 64 and said <= 1.3 * most + 64, "part"  # lr and what is made of it
+        with LiveBytes() as ahead:
+            update.write_direction(m, g, o, **settings, taken=False)
+        workspace = KernelWorkspace((1, 1), (), FP32, weight, momentum, "cpu", maximize)
+        said = workspace.part_ahead(*rows_cols, other)
+        assert ahead.peak <= said <= 1.5 * max(ahead.peak, most) + 64, "part ahead"
         with LiveBytes() as live:
             update.row_step_([w], [m], [g], scales=[1.0], eps=1e-7, **lr, **settings)
         said = sum(update.row_step_bytes(*rows_cols, (weight, momentum), "cpu", maximize))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -132,8 +133,24 @@ def test_direction_in_two_halves(nesterov, small_blocks) -> None:
     assert torch.equal(momentum, whole_momentum)
     for part in ((slice(3, 9), slice(None)), (slice(None), slice(2, 7))):
         out = torch.empty_like(momentum[part])
-        write_direction(momentum[part], grad[part], out, beta=0.9, nesterov=nesterov, maximize=True)
+        write_direction(momentum[part], grad[part], out, beta=0.9, nesterov=nesterov, maximize=True, taken=True)
         assert torch.equal(out, whole[part])
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=3)))
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_direction_ahead_of_the_momentum(nesterov, dtypes, small_blocks) -> None:
+    """The same bits as once the momentum has taken the gradient, which it hasn't after it either."""
+    momentum, grad = gaussian(13, 10, dtype=dtypes[0]), gaussian(13, 10, dtype=dtypes[1], seed=1)
+    for part in ((slice(3, 9), slice(None)), (slice(None), slice(2, 7))):
+        for maximize in (False, True):
+            here, ahead, after = momentum.clone(), *(torch.empty(13, 10, dtype=dtypes[2])[part] for _ in range(2))
+            settings = {"beta": 0.9, "nesterov": nesterov, "maximize": maximize}
+            write_direction(here[part], grad[part], ahead, **settings, taken=False)
+            assert torch.equal(here, momentum)
+            update_momentum_(here, grad, beta=0.9, maximize=maximize)
+            write_direction(here[part], grad[part], after, **settings, taken=True)
+            assert torch.equal(ahead, after)
 
 
 def test_direction_without_elements() -> None:
