@@ -1,6 +1,7 @@
 """The command line: verbs only. Each imports what it needs when it is called, so `rowdit --help` is quick.
 
-A mistake of the user's ends in one line on the error stream and exit code 2; an interrupted run in exit code 130.
+A mistake of the user's ends in one line on the error stream and exit code 2; an interrupted run in exit code 130. Under
+torchrun rank 0 prints it, and another rank only what differs.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import errno
 import importlib
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 
 try:
     from rowdit.commands.parsing import fail
+    from rowdit.commands.ranks import USAGE as USAGE_ERROR
+    from rowdit.commands.ranks import rank, tell, told_by_first
 except ModuleNotFoundError as missing:  # `pip install .` without the extra installs this command too
     sys.exit(f"rowdit: {missing}; the library alone is installed. The system: pip install '.[rowdit]' in the clone")
 
@@ -31,6 +35,9 @@ VERBS = {
     "bench": "bench",
     "data": "data",
 }
+
+CONSEQUENCE = timedelta(seconds=2)
+"""Rank 0 tells its error before it ends, so another rank that lost it needn't wait long for it."""
 
 # module that defines it, name
 USER_ERRORS = (
@@ -80,6 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(f"there is no verb {verb!r}; {hint}")
     try:
         return importlib.import_module(f"rowdit.commands.{VERBS[verb]}").run(rest)
+    except SystemExit as usage:
+        if usage.code:
+            tell(USAGE_ERROR)
+        raise
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     except BrokenPipeError:
@@ -88,13 +99,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ours = str(error) == f"No module named {error.name!r}"  # Python's words; the weights' error has a way out
         return fail(f"{error}; pip install '.[rowdit]' in the clone installs what is missing" if ours else str(error))
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return fail(
-                f"the disk is full ({error}); make room and run the same command again, it goes on where it was"
-            )
-        if isinstance(error, _user_errors()):
-            return fail(str(error))
+        if (message := _for_user(error)) is not None:
+            return fail(message)
+        if isinstance(error, RuntimeError) and rank() > 0 and told_by_first(CONSEQUENCE) is not None:
+            return 1  # rank 0 has ended with an error that it told, and what was sent to it can't arrive
         raise
+
+
+def _for_user(error: Exception) -> str | None:
+    """What to tell, for an error that the user can do something about; None for one of the program's."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({error}); make room and run the same command again, it goes on where it was"
+    if isinstance(error, OSError) and type(error).__module__ == "builtins" and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"  # without the [Errno 21]
+    if isinstance(error, _user_errors()):
+        return str(error)
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
+        return (
+            f"out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__}); take smaller "
+            "images, a smaller model or fewer at a time (batch_size, micro_batch_size, num_samples)"
+        )
+    return None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Torch has a type for GPUs alone."""
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

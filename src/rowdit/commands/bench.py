@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rowdit.commands.limits import check_processes
+from rowdit.commands.outputs import check_file
 from rowdit.commands.parsing import fail, parse, set_threads
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def _guard(options: BenchOptions) -> int:
 
 
 def _check(options: BenchOptions) -> None:
-    """Raises ValueError."""
+    """Raises ValueError, of which a ConfigError is one."""
     from rowdit.bench.peers import PEERS
     from rowdit.bench.shapes import size_named
 
@@ -98,6 +100,11 @@ def _check(options: BenchOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}: must be at least 1")
+    if options.ranks is not None:
+        check_processes("--ranks", options.ranks)
+    if options.save is not None:
+        for suffix in (".json", ".md"):
+            check_file(options.save.with_name(options.save.name + suffix), "--save")
     if not options.sizes:
         raise ValueError("--sizes is empty: give at least one")
     for size in options.sizes:

@@ -6,7 +6,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from rowdit.commands.parsing import fail, parse_with_recipe, set_threads, with_steps
+from rowdit.commands.outputs import check_folder, no_empty_folder
+from rowdit.commands.parsing import fail, items_of, parse_with_recipe, set_threads, with_steps
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,13 @@ def run(arguments: list[str]) -> int:
     comparison = with_steps(comparison, options.steps)
     set_threads(options.threads)
     out = options.out or Path("out") / recipe
+    check_folder(out)
+    if options.optimizers is not None:
+        items_of("--optimizers", options.optimizers)
     labels, seeds = comparison.select(options.optimizers), comparison.seeds(options.seeds)
     plan = Plan(comparison, recipe, labels, seeds, out, options.spectra)
-    summary = compare(plan, fresh=options.fresh)
+    with no_empty_folder(out):
+        summary = compare(plan, fresh=options.fresh)
     if summary is None:
         again = shlex.join(["rowdit", "compare", *(a for a in arguments if a != "--fresh")])
         return fail(f"stopped; everything is saved. To go on: {again}", 130)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from rowdit.commands.limits import check_images, check_processes
+from rowdit.commands.outputs import check_folder
 from rowdit.commands.parsing import fail, parse
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class DataCheckOptions:
     show: int = 20
 
 
+CHECKED_AT_ONCE = 64  # images of a piece
+
 USAGE = """\
 usage: rowdit data get fashion-mnist [--folder FOLDER] [--url URL]
        rowdit data check SOURCE [OPTIONS]        rowdit data check --help says more"""
@@ -74,6 +78,7 @@ def run(arguments: list[str]) -> int:
 
 def _get(arguments: list[str]) -> int:
     options = parse("data get fashion-mnist", DataGetOptions, arguments)
+    check_folder(options.folder, "--folder")
     from rowdit.data.download import FASHION_MNIST_URL, get_fashion_mnist
 
     with ShownDownloads() as shown:
@@ -86,8 +91,8 @@ def _check(options: DataCheckOptions) -> int:
     """0 if every image can be used, 1 if some can't, 2 if a split can't be opened."""
     from rowdit.data import DataError, check_num_classes, open_dataset
 
-    if options.num_workers < 0:
-        return fail(f"num_workers {options.num_workers} must be >= 0")
+    check_processes("num_workers", options.num_workers, least=0)
+    check_images(CHECKED_AT_ONCE, options.image_size, options.channels, name="images at once:")
     names = ("channels", "num_classes", "image_key", "label_key")
     chosen: dict[str, Any] = {name: getattr(options, name) for name in names}
     size = None if options.source.startswith("latents:") else options.image_size
@@ -121,13 +126,13 @@ def _decode_all(dataset: Dataset, num_workers: int, split: str) -> tuple[list[in
 
     counts = [0] * dataset.num_classes
     pieces = read_ahead(
-        dataset, cut(range(len(dataset)), 64), partial(read_piece, skip_bad=True), num_workers=num_workers
+        dataset, cut(range(len(dataset)), CHECKED_AT_ONCE), partial(read_piece, skip_bad=True), num_workers=num_workers
     )
     with Bar(f"decode {split}", len(dataset)) as bar:
         for number, (_, labels, _) in enumerate(pieces, start=1):
             for label in labels.tolist():
                 counts[label] += 1
-            bar(min(64 * number, len(dataset)), len(dataset))
+            bar(min(CHECKED_AT_ONCE * number, len(dataset)), len(dataset))
     return counts, dict(getattr(dataset, "bad_files", {}))
 
 

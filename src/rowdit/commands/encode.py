@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from rowdit.commands import ranks
+from rowdit.commands.limits import check_images, check_processes
+from rowdit.commands.outputs import check_folder, no_empty_folder
 from rowdit.commands.parsing import fail, parse
 
 if TYPE_CHECKING:
@@ -73,18 +76,24 @@ def run(arguments: list[str]) -> int:
     command = parse("encode", EncodeCommand, arguments)
     if command.verify:
         return _verify(command)
-    for name in ("processes", "shard_images", "batch_size"):
+    for name in ("shard_images", "batch_size"):
         if getattr(command, name) < 1:
             return fail(f"{name} {getattr(command, name)} must be >= 1")
-    if command.num_workers < 0:
-        return fail(f"num_workers {command.num_workers} must be >= 0")
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if command.processes == 1:
-        _encode_all(command, rank, world_size, show=rank == 0)
-    elif world_size > 1:
+        check_images(getattr(command, name), command.image_size, command.channels, name=name)
+    check_processes("processes", command.processes)
+    check_processes("num_workers", command.num_workers, least=0)
+    check_folder(command.out)
+    for split in command.splits:
+        check_folder(command.out / split)
+    rank, world_size = ranks.rank(), ranks.num_ranks()
+    if command.processes > 1 and world_size > 1:
         return fail(f"processes {command.processes} under torchrun: let torchrun start them (--nproc-per-node)")
-    else:
-        _in_processes(command)
+    _open_device(command)
+    with no_empty_folder(command.out):
+        if command.processes == 1:
+            _encode_all(command, rank, world_size, show=rank == 0)
+        else:
+            _in_processes(command)
     return _report(command)
 
 
@@ -129,7 +138,7 @@ def _encode_all(command: EncodeCommand, rank: int, world_size: int, *, show: boo
             if command.split == "both" and split == "reference":
                 raise DataError(f"{error}. To encode the training images alone: --split train") from None
             raise
-        encoder = encoder or open_encoder(command.encoder, _device(command), in_channels=dataset.image_shape[0])
+        encoder = encoder or open_encoder(command.encoder, _open_device(command), in_channels=dataset.image_shape[0])
         with Bar(f"encode {split}", len(dataset), show) as bar:
             encode_split(
                 dataset, encoder, command.out / split, options, rank=rank, world_size=world_size, on_progress=bar
@@ -154,12 +163,15 @@ def _open(command: EncodeCommand, split: Any) -> Dataset:
     return dataset
 
 
-def _device(command: EncodeCommand) -> str:
-    import torch
+def _open_device(command: EncodeCommand) -> str:
+    """Whatever the encoder makes of it: the identity needs none, and a wrong name is a mistake all the same."""
+    from rowdit.commands.loading import open_device
+    from rowdit.train.plain import ConfigError
 
-    if command.device is not None:
-        return command.device
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    try:
+        return str(open_device(command.device))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _report(command: EncodeCommand) -> int:

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from rowdit.commands.limits import check_count, check_images
+from rowdit.commands.outputs import check_file, check_folder
 from rowdit.commands.parsing import fail, parse, set_threads
-from rowdit.commands.sample import SamplerOptions, bar, default_folder, sample_job, with_batch_size_of
+from rowdit.commands.sample import (
+    MOST_IMAGES,
+    SamplerOptions,
+    bar,
+    check_sampler,
+    default_folder,
+    sample_job,
+    with_batch_size_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -113,8 +123,16 @@ def run(arguments: list[str]) -> int:
     from rowdit.evaluate.ranks import joined
 
     set_threads(options.threads)
+    check_folder(options.out)
+    check_folder(options.cache, "--cache")
+    check_file(options.save_statistics, "--save-statistics", suffix=".safetensors")
     try:
         check_metrics(_metrics(options))
+        check_sampler(options.sampling)
+        for name in ("num_images", "reference_images"):
+            check_count(name, getattr(options, name), least=2, most=MOST_IMAGES)
+        check_count("image_size", options.image_size)
+        check_images(1, options.image_size, 3, name="images at once:")
         with joined() as ranks:
             _evaluate(options, ranks, open_device(options.device))
     except (ValueError, FloatingPointError) as error:

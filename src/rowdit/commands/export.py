@@ -9,6 +9,7 @@ from typing import Literal
 
 import tyro
 
+from rowdit.commands.outputs import check_file, check_folder
 from rowdit.commands.parsing import parse
 
 
@@ -41,6 +42,10 @@ def run(arguments: list[str]) -> int:
     options = parse("export", ExportOptions, arguments)
     from rowdit.train.export import export
 
+    if options.format == "diffusers":
+        check_folder(options.out)
+    else:
+        check_file(options.out, example="model.safetensors")
     if options.format != "rowdit":
         return _for_others(options)
     out = options.out or options.run / "model.safetensors"

@@ -5,6 +5,7 @@ val_loss_by_t      the same by the quarter of [0, 1] that t lies in: {"0.00-0.25
 score_report, kid  distances of `evaluate.num_samples` samples from the held-out images, with their fingerprint. A model
                    of latents is compared with held-out latents, decoded as its samples are (`rowdit eval` compares it
                    with real images)
+caution            why the distance is to be distrusted, where it is: too few images for its features
 grid               the sample grid, a PNG in the run's folder
 """
 
@@ -158,7 +159,7 @@ class Monitor:
         return {
             "score_report": frechet.value,
             "kid": kernel.value,
-            "fingerprint": frechet.to_json()["fingerprint"],
+            **{key: value for key, value in frechet.to_json().items() if key in ("fingerprint", "caution")},
         }
 
     def _open_reference(self, features: EfficientNetLite0Features) -> Reference:

@@ -6,11 +6,14 @@ A mistake of the user's is one line on the error stream and exit code 2; an inte
 from __future__ import annotations
 
 import dataclasses
-import sys
+from collections.abc import Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
+
+from rowdit.commands.limits import check_processes, check_run
+from rowdit.commands.ranks import rank, tell
 
 if TYPE_CHECKING:
     from rowdit.study.comparison import Comparison
@@ -19,9 +22,29 @@ Options = TypeVar("Options")
 
 
 def fail(message: str, code: int = 2) -> int:
-    """Prints `message` for the user and returns the exit code."""
-    print(f"rowdit: {message}", file=sys.stderr)
+    """Tells the user `message`, once for all ranks, and returns the exit code."""
+    tell(message)
     return code
+
+
+def from_arguments(Command: Any, prog: str, arguments: Sequence[str], **more: Any) -> Any:
+    """What the arguments make of `Command`, a class with annotations; rank 0 alone prints help and mistakes."""
+    return tyro.cli(Command, prog=prog, args=list(arguments), console_outputs=rank() == 0, **more)
+
+
+def items_of(option: str, text: str) -> list[str]:
+    """The items of a comma-separated list.
+
+    Raises:
+        ConfigError: there are none, or one is empty.
+    """
+    from rowdit.train.plain import ConfigError
+
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        what = "is empty" if not any(items) else "has an empty item"
+        raise ConfigError(f"{option} {text!r} {what}: give at least one, comma-separated, or leave {option} out")
+    return items
 
 
 def parse_with_recipe(verb: str, options_class: type[Options], arguments: list[str]) -> tuple[Options, Comparison, str]:
@@ -43,19 +66,21 @@ def parse_with_recipe(verb: str, options_class: type[Options], arguments: list[s
         ("comparison", Annotated[Comparison, part], field(default_factory=lambda: comparison)),
     ]
     Command = dataclasses.make_dataclass("Command", fields, frozen=True)
-    command: Any = tyro.cli(
+    command = from_arguments(
         Command,
-        prog=f"rowdit {verb} [{'|'.join(recipes.RECIPES)}]",
+        f"rowdit {verb} [{'|'.join(recipes.RECIPES)}]",
+        arguments[1:] if has_recipe else arguments,
         description=" ".join((options_class.__doc__ or "").partition("\n\n")[0].split()),
-        args=arguments[1:] if has_recipe else arguments,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    return command.options, command.comparison, name
+    comparison = command.comparison
+    check_run(comparison.run_config(comparison.select(None)[-1], comparison.train.seed), num_ranks=1)
+    return command.options, comparison, name
 
 
 def parse(verb: str, options_class: type[Options], arguments: list[str]) -> Options:
     """Options alone, as positional arguments and flags."""
-    return tyro.cli(options_class, prog=f"rowdit {verb}", args=arguments)
+    return from_arguments(options_class, f"rowdit {verb}", arguments)
 
 
 def with_steps(comparison: Comparison, steps: int | None) -> Comparison:
@@ -65,11 +90,9 @@ def with_steps(comparison: Comparison, steps: int | None) -> Comparison:
 
 
 def set_threads(threads: int | None) -> None:
+    """Processor threads of this process; None leaves torch's own choice."""
     import torch
 
-    from rowdit.train.config import ConfigError
-
     if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads = {threads}: must be an integer >= 1")
+        check_processes("threads", threads)
         torch.set_num_threads(threads)

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from rowdit.commands.outputs import check_folder
+from rowdit.commands.parsing import from_arguments
+
 if TYPE_CHECKING:
     from rowdit.cost import Estimate
     from rowdit.cost.hardware import Cluster
@@ -59,6 +62,9 @@ def run(arguments: list[str]) -> int:
     from rowdit.cost.text import describe, describe_time, time_dict
     from rowdit.train.config import ConfigError
 
+    check_folder(options.out)
+    if options.out is not None and not options.sweep:
+        raise ConfigError(f"--out {options.out} is for the files of --sweep, which wasn't asked for")
     config = run_config(recipe, options)
     try:
         replicas = config.parallel.replicas if options.replicas is None else options.replicas
@@ -150,11 +156,11 @@ def parse(arguments: list[str]) -> tuple[PlanOptions, RunConfig | Comparison, st
         ("options", Annotated[PlanOptions, part], field(default_factory=PlanOptions)),
         ("recipe", Annotated[type(recipe), part], field(default_factory=lambda: recipe)),
     ]
-    command: Any = tyro.cli(
+    command = from_arguments(
         dataclasses.make_dataclass("Command", fields, frozen=True),
-        prog=f"rowdit plan [{'|'.join(recipes.RECIPES)}]",
+        f"rowdit plan [{'|'.join(recipes.RECIPES)}]",
+        arguments[1:] if has_recipe else arguments,
         description=" ".join((PlanOptions.__doc__ or "").partition("\n\n")[0].split()),
-        args=arguments[1:] if has_recipe else arguments,
         config=(tyro.conf.AvoidSubcommands,),
     )
     return command.options, command.recipe, name

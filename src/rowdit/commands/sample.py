@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from rowdit.commands.limits import check_count, check_images
+from rowdit.commands.outputs import check_folder
 from rowdit.commands.parsing import fail, parse, set_threads
 
 if TYPE_CHECKING:
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
     from rowdit.evaluate.generate import Progress
     from rowdit.evaluate.ranks import Ranks
     from rowdit.evaluate.sample_folder import SampleFolder, SampleJob
+
+
+MOST_IMAGES = 10**7  # each is a file, and its number is kept in lists
+MOST_COLUMNS = 1000
+MOST_STEPS = 10**5
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def run(arguments: list[str]) -> int:
     from rowdit.evaluate.ranks import joined
 
     set_threads(options.threads)
+    check_folder(options.out)
     try:
         _check(options)
         with joined() as ranks:
@@ -168,21 +176,25 @@ def bar(what: str, shown: bool) -> Iterator[Progress]:
 
 
 def _check(options: SampleOptions) -> None:
-    sampling = options.sampling
-    for name, value, least in (
-        ("num_images", options.num_images, 1),
-        ("grid", options.grid, 0),
-        ("columns", options.columns, 1),
-        ("batch_size", sampling.batch_size, 1),
-        ("num_steps", sampling.num_steps, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{name} = {value}: must be an integer >= {least}")
+    check_count("num_images", options.num_images, most=MOST_IMAGES)
+    check_count("grid", options.grid, least=0, most=MOST_IMAGES)
+    check_count("columns", options.columns, most=MOST_COLUMNS)
+    check_sampler(options.sampling)
+
+
+def check_sampler(options: SamplerOptions) -> None:
+    """Raises ConfigError for counts that can't be meant."""
+    check_count("batch_size", options.batch_size, most=MOST_IMAGES)
+    check_count("num_steps", options.num_steps, most=MOST_STEPS)
 
 
 def _sample(options: SampleOptions, job: SampleJob, ranks: Ranks) -> None:
     from rowdit.evaluate.sample_folder import SampleFolder, fill, write_folder_grid, write_npz
 
+    channels, size, _ = job.latent_shape
+    check_images(job.batch_size, size, channels, bytes_each=8)  # images and noise
+    if options.grid:
+        check_images(min(options.grid, options.num_images), size, channels, name="grid")
     folder = SampleFolder(options.out or default_folder(options.run, job, options.sampling))
     if options.fresh and ranks.is_first:
         folder.remove()

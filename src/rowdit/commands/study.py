@@ -8,7 +8,9 @@ from pathlib import Path
 
 import tyro
 
-from rowdit.commands.parsing import fail, parse
+from rowdit.commands.limits import check_processes
+from rowdit.commands.outputs import check_folder, no_empty_folder
+from rowdit.commands.parsing import fail, items_of, parse
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"which study? There are: {', '.join(STUDIES)}; or --table FILE for a headline.json")
     study = load_study(options.recipe, parse_data(options.data))
     out = options.out or Path("out") / f"study-{options.recipe}"
+    check_folder(out)
+    check_processes("processes", options.processes)
     if options.measure_times:
         from rowdit.commands.parsing import set_threads
         from rowdit.study.times import measure_times
@@ -73,10 +77,10 @@ def run(arguments: list[str]) -> int:
     from rowdit.study.staging import Part
     from rowdit.train.world import join_world
 
-    part = Part(split(options.cases), split(options.questions))
+    part = Part(split("--cases", options.cases), split("--questions", options.questions))
     complete = True
     if not options.show:
-        with join_world(ParallelConfig()) as world:
+        with no_empty_folder(out), join_world(ParallelConfig()) as world:
             complete = run_study(study, out, num_processes=options.processes, part=part, world=world, console=console)
             if not world.is_main:
                 return 0
@@ -87,9 +91,9 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def split(text: str | None) -> tuple[str, ...] | None:
+def split(option: str, text: str | None) -> tuple[str, ...] | None:
     """`"a, b"` as ("a", "b"); None stays None."""
-    return None if text is None else tuple(item.strip() for item in text.split(",") if item.strip())
+    return None if text is None else tuple(items_of(option, text))
 
 
 def parse_data(entries: tuple[str, ...]) -> dict[str, str]:

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from rowdit.commands.parsing import fail, set_threads
+from rowdit.commands.limits import check_run
+from rowdit.commands.outputs import check_folder, no_empty_folder
+from rowdit.commands.parsing import fail, from_arguments, set_threads
+from rowdit.commands.ranks import num_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +64,10 @@ def run(arguments: list[str]) -> int:
 
     set_threads(options.threads)
     out = options.out or Path("out") / f"{recipe.replace('/', '-').replace(':', '-')}-train"
+    check_folder(out)
+    check_run(config, num_ranks())
     try:
-        with join_world(config.parallel) as world:
+        with no_empty_folder(out), join_world(config.parallel) as world:
             outcome = _train(config, out, options, world)
             if not world.is_main:
                 return 0
@@ -74,14 +79,15 @@ def run(arguments: list[str]) -> int:
         return fail(f"stopped at step {outcome.step}; everything is saved. To go on: {again}", 130)
     if outcome.status == "diverged":
         return fail(f"{outcome.reason}. The last good checkpoint is kept in {out / 'checkpoints'}", 1)
-    print(f"run      {out}\nlast     step {outcome.step}")
+    over = " (finished before; nothing was trained)" if outcome.was_over else ""
+    print(f"run      {out}\nlast     step {outcome.step}{over}")
     return 0
 
 
 def _train(config: RunConfig, out: Path, options: TrainOptions, world: World) -> Outcome:
     from rowdit.data.encoded import bad_images_met
     from rowdit.study.lock import lock_folder
-    from rowdit.train.loop import remove_run, train
+    from rowdit.train.loop import check_dataset, check_ranks, check_same_run, remove_run, train
     from rowdit.train.progress import Progress, RunProgress, Silent
     from rowdit.train.stop import StopRequest
 
@@ -91,15 +97,22 @@ def _train(config: RunConfig, out: Path, options: TrainOptions, world: World) ->
         progress: Progress = Silent()
         if world.is_main:
             stack.enter_context(lock_folder(out))
-            if options.fresh:
-                remove_run(out)
             num_evaluations = len(config.evaluate.steps(config.train.steps)) if options.evaluate else 0
             screen = RunProgress(out.name, config.train.steps, num_evaluations)
             stack.enter_context(screen)
             screen.message(f"ranks: {world.size} on {world.device.type}")
-            progress, loggers = screen, [screen, *_loggers(config, out, options)]
+            progress = screen
         world.barrier()
         training, evaluate = _open(config, out, options, world, stop, progress.message)
+        check_dataset(config, training)
+        check_ranks(config, world)
+        if not options.fresh:
+            check_same_run(out, config, training, allow_changes=options.allow_changes)
+        if world.is_main:  # nothing was deleted or written up to here, where all is known to fit
+            if options.fresh:
+                remove_run(out)
+            loggers = [screen, *_loggers(config, out, options)]
+        world.barrier()
         outcome = train(
             config,
             training,
@@ -202,11 +215,11 @@ def parse(arguments: list[str]) -> tuple[TrainOptions, RunConfig, str]:
         ("options", Annotated[TrainOptions, part], field(default_factory=TrainOptions)),
         ("config", Annotated[RunConfig, part], field(default_factory=lambda: recipe)),
     ]
-    command: Any = tyro.cli(
+    command = from_arguments(
         dataclasses.make_dataclass("Command", fields, frozen=True),
-        prog=f"rowdit train [{'|'.join(recipes.RECIPES)}]",
+        f"rowdit train [{'|'.join(recipes.RECIPES)}]",
+        arguments[1:] if has_recipe else arguments,
         description=" ".join((TrainOptions.__doc__ or "").partition("\n\n")[0].split()),
-        args=arguments[1:] if has_recipe else arguments,
         config=(tyro.conf.AvoidSubcommands,),
     )
     return command.options, command.config, name

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
+from rowdit.commands.limits import check_images
+from rowdit.commands.outputs import check_folder, no_empty_folder
 from rowdit.commands.parsing import fail, parse, set_threads
 
 if TYPE_CHECKING:
@@ -61,10 +63,17 @@ class TrainVAECommand:
 
 def run(arguments: list[str]) -> int:
     command = parse("train-vae", TrainVAECommand, arguments)
+    check_folder(command.out)
+    check_images(command.batch_size, command.image_size, command.channels)
+    from rowdit.commands.loading import open_device
     from rowdit.data import open_dataset
     from rowdit.encode.train_vae import train_vae
 
     set_threads(command.threads)
+    try:
+        device = str(open_device(command.device))
+    except ValueError as error:
+        return fail(str(error))
     dataset = open_dataset(
         command.source,
         "train",
@@ -84,7 +93,8 @@ def run(arguments: list[str]) -> int:
         if step % every == 0:
             print(f"step {step}/{command.steps}  loss {loss:.4f}", flush=True)
 
-    facts = train_vae(dataset, command.out, config, training, device=command.device, on_step=show)
+    with no_empty_folder(command.out):
+        facts = train_vae(dataset, command.out, config, training, device=device, on_step=show)
     shape = "x".join(map(str, (config.latent_channels, *[dataset.image_shape[1] // config.downsample_factor] * 2)))
     print(f"{command.out}: latents of {shape}, PSNR {facts['psnr']:.1f} dB, scale {facts['scale']:.3f}")
     return 0

@@ -6,7 +6,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from rowdit.commands.parsing import fail, parse_with_recipe, with_steps
+from rowdit.commands.limits import check_processes
+from rowdit.commands.outputs import check_folder, no_empty_folder
+from rowdit.commands.parsing import fail, items_of, parse_with_recipe, with_steps
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,19 @@ def run(arguments: list[str]) -> int:
 
     comparison = with_steps(comparison, options.steps)
     out = options.out or Path("out") / f"tune-{recipe}"
-    entries = [f"{key}={text}" for key, text in (("lr", options.lr), ("row_scale", options.row_scale)) if text]
+    check_folder(out)
+    check_processes("processes", options.processes)
+    axes = (("lr", options.lr), ("row_scale", options.row_scale))
+    given = {key: items_of(f"--{key.replace('_', '-')}", text) for key, text in axes if text is not None}
+    entries = [f"{key}={','.join(items)}" for key, items in given.items()]
+    items_of("--seeds", options.seeds)
     if not options.show:
         tasks = make_tasks(
             comparison, options.optimizer, parse_grid([*entries, *options.grid]), parse_seeds(options.seeds)
         )
-        if not sweep(tasks, out, num_processes=options.processes):
+        with no_empty_folder(out):
+            is_complete = sweep(tasks, out, num_processes=options.processes)
+        if not is_complete:
             again = shlex.join(["rowdit", "tune", *arguments])
             return fail(f"stopped; everything is saved. To go on: {again}", 130)
     print_sweep(out)

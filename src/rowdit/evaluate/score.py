@@ -46,6 +46,32 @@ class Sampling:
         }
 
 
+def caution(fingerprint: Mapping[str, Any]) -> str:
+    """What a reader of a Frechet distance with this fingerprint must know; empty if nothing.
+
+    A covariance of D features from no more than D images is singular: it misses directions that the images would vary
+    in, so the distance is far too large, and another set of as few images gives another one.
+
+    >>> network = {"name": "effnet_lite0", "dim": 320}
+    >>> caution({"network": network, "num_images": 1000, "reference": {"num_images": 200}})
+    '200 images of the reference are too few for a Frechet distance of 320 features: it is far too large, and unsteady'
+    >>> caution({"network": network, "num_images": 1000, "reference": {"num_images": 2000}})
+    ''
+    """
+    network, reference = fingerprint.get("network"), fingerprint.get("reference")
+    dim = network.get("dim") if isinstance(network, Mapping) else None
+    if not isinstance(dim, int) or fingerprint.get("distance", {}).get("kind", "frechet") != "frechet":
+        return ""
+    of_reference = reference.get("num_images") if isinstance(reference, Mapping) else None
+    numbers = {"images of the reference": of_reference, "samples": fingerprint.get("num_images")}
+    few = [f"{num} {what}" for what, num in numbers.items() if isinstance(num, int) and num <= dim]
+    if not few:
+        return ""
+    return (
+        f"{' and '.join(few)} are too few for a Frechet distance of {dim} features: it is far too large, and unsteady"
+    )
+
+
 @dataclass(frozen=True)
 class Score:
     """One number and where it comes from. Lower is better for all distances.
@@ -64,13 +90,14 @@ class Score:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `json.dump`; `from_json` undoes it."""
-        return asdict(self) | {"fingerprint": json.loads(canonical_json(self.fingerprint))}
+        """Plain data for `json.dump`; `from_json` undoes it. Where there is a `caution`, it says so."""
+        said = {"caution": warning} if (warning := caution(self.fingerprint)) else {}
+        return asdict(self) | {"fingerprint": json.loads(canonical_json(self.fingerprint))} | said
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Score:
         """The inverse of `to_json`."""
-        return cls(**data)
+        return cls(**{key: value for key, value in data.items() if key != "caution"})
 
     def check_comparable(self, other: Score) -> None:
         """Raise unless the two scores may be compared: all but the model and the samples' seed must be the same.

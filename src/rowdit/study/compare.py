@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 
 from rowdit.data import Dataset, ImageFolder, open_dataset
+from rowdit.evaluate.score import caution
 from rowdit.models.dit import DiT
 from rowdit.study.comparison import Comparison, run_name
 from rowdit.study.evaluator import MEASURES, SCORE_NAME, Evaluator
@@ -199,7 +200,8 @@ def build_summary(plan: Plan, evaluator: Evaluator) -> dict[str, Any]:
 
     Top level: score_name, recipe, config, machine, floor (real against real at the same number of images), kid_floor,
     classifier_accuracy_on_real, seeds, wall_seconds (training and evaluation of all runs), definitions, and optimizers:
-    label -> the numbers of `rowdit.study.summary`, lr, settings, fingerprint of the scores, diverged (per seed).
+    label -> the numbers of `rowdit.study.summary`, lr, settings, fingerprint of the scores, caution (why they are to be
+    distrusted, where they are), diverged (per seed).
     """
     records = [read_record(plan.folder(label, seed), label, seed) for label, seed in plan.runs()]
     entries = summarize_optimizers(records, plan.labels)
@@ -210,6 +212,8 @@ def build_summary(plan: Plan, evaluator: Evaluator) -> dict[str, Any]:
         entry["lr"] = optimizer.lr
         entry["settings"] = optimizer.settings()
         entry["fingerprint"] = prints[-1] if prints else {}
+        if warning := caution(entry["fingerprint"]):
+            entry["caution"] = warning
         outcomes = {record.seed: read_outcome(plan.folder(label, record.seed)) for record in own}
         entry["diverged"] = {str(seed): o.reason for seed, o in outcomes.items() if o and o.reason}
         for curve in entry["curve"]:

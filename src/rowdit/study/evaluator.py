@@ -114,7 +114,7 @@ class Evaluator:
         measured |= {
             "score_report": frechet.value,
             "kid": kernel.value,
-            "fingerprint": frechet.to_json()["fingerprint"],
+            **{key: value for key, value in frechet.to_json().items() if key in ("fingerprint", "caution")},
         }
         measured["accuracy"] = class_accuracy(self.classifier, report, labels)
         return measured

@@ -8,13 +8,16 @@ where they save, and is raised at once with the run's name, not when all the oth
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,14 +65,14 @@ def run_tasks(
                     under_way = {task.name for task in running.values()}
                     free = [task for task in upcoming() if task.name not in under_way]
                     for task in free[: num_processes - len(running)]:
-                        running[pool.submit(run_task, task, out)] = task
+                        running[pool.submit(_run_in_pool, task, out)] = task
                 if not running:
                     break
                 finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                 changed = bool(finished)
                 for future in finished:
                     task = running.pop(future)
-                    row = _result(future, task)
+                    row = _result(future, task, stop)
                     if row is not None:
                         done(task, row)
         except BaseException:
@@ -103,10 +106,12 @@ def run_tasks_together(
     return False
 
 
-def _result(future: Future[Row | None], task: Task) -> Row | None:
+def _result(future: Future[Row | None], task: Task, stop: StopRequest) -> Row | None:
     try:
         return future.result()
     except BrokenProcessPool:
+        if stop.requested:  # whoever told this process to end has told those of the pool too
+            return None
         raise ConfigError(
             f"a process died during {task.name} or a run beside it (killed, or out of memory?); "
             "the same command goes on, with fewer --processes if memory is short"
@@ -119,16 +124,44 @@ def _result(future: Future[Row | None], task: Task) -> Row | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # in a process of the pool
 
+SECONDS_TO_LEAVE = 5.0
 _stop_event: Event | None = None
+_is_busy = _is_told_to_end = False
 _contexts: dict[str, Context] = {}  # the last one: runs of one case come in a row and share data and evaluator
 
 
 def _start_worker(stop_event: Event) -> None:
-    """One thread a process; Ctrl-C is the parent's to handle, which asks by the event."""
+    """One thread a process; Ctrl-C is the parent's to handle, which asks by the event. SIGTERM may come to each, from a
+    scheduler or from the pool when another process has died: the run under way is saved first."""
     global _stop_event
     _stop_event = stop_event
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     torch.set_num_threads(1)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    global _is_told_to_end
+    _is_told_to_end = True
+    if not _is_busy:
+        os._exit(0)
+
+
+def _should_stop() -> bool:
+    return _is_told_to_end or (_stop_event is not None and _stop_event.is_set())
+
+
+def _run_in_pool(task: Task, out: Path) -> Row | None:
+    global _is_busy
+    _is_busy = True
+    try:
+        return run_task(task, out)
+    finally:
+        _is_busy = False
+        if _is_told_to_end:  # once the result is with the parent, which may have no further word for this process
+            timer = threading.Timer(SECONDS_TO_LEAVE, os._exit, (0,))
+            timer.daemon = True
+            timer.start()
 
 
 def run_task(task: Task, out: Path, world: World | None = None, stop: StopRequest | None = None) -> Row | None:
@@ -138,7 +171,7 @@ def run_task(task: Task, out: Path, world: World | None = None, stop: StopReques
     """
     world = world or World()
     folder = out / "runs" / task.name
-    stop = stop or StopRequest(also=_stop_event.is_set if _stop_event else lambda: False)
+    stop = stop or StopRequest(also=_should_stop)
     try:
         context = _context(task, out, stop, world)
     except Interrupted:

@@ -162,6 +162,9 @@ def print_sweep(out: Path, console: Console | None = None) -> None:
         numbers = (_number(line["best"]), _number(line["final"]), _number(line["val_loss"], 4))
         table.add_row(line["label"], settings, str(len(line["per_seed"])), *numbers, seeds)
     console.print(table)
+    last = [row["evaluations"][-1] for rows in by_point.values() for row in rows if row["evaluations"]]
+    for warning in sorted({row["caution"] for row in last if "caution" in row}):
+        console.print(f"Caution: {warning}.", highlight=False)
     for label in sorted({line["label"] for line in lines}):
         own = [line for line in lines if line["label"] == label]
         for key in own[0]["grid"]:

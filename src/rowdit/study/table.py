@@ -44,6 +44,8 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
         "another. half: at half of the steps. time: when the fastest optimizer was done.",
         highlight=False,
     )
+    for warning in {entry["caution"] for entry in summary["optimizers"].values() if "caution" in entry}:
+        console.print(f"Caution: {warning}.", highlight=False)
     console.print(costs)
     for label, entry in summary["optimizers"].items():
         for seed, reason in entry["diverged"].items():

@@ -228,6 +228,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "checkpoint_every", "keep_checkpoints", "max_skipped_in_row"):
             _check(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        _check(
+            self,
+            "steps",
+            self.steps * self.batch_size < 2**63,
+            f"fewer: an image's place in the stream of steps x batch_size ({self.batch_size}) has 63 bits",
+        )
         micro = self.micro_batch_size
         _check(self, "micro_batch_size", micro is None or micro >= 1, "an integer >= 1, or null")
         _check(self, "seed", 0 <= self.seed < 2**63, "an integer in [0, 2^63)")
@@ -279,10 +285,11 @@ class EvaluateConfig:
     at_start: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, "num_evaluations", self.num_evaluations >= 1, "an integer >= 1")
+        _check(self, "num_evaluations", 1 <= self.num_evaluations <= 10**5, "an integer in [1, 100000]")
         _check(self, "num_samples", self.num_samples >= 2, "an integer >= 2")
-        for name in ("num_val_images", "num_steps", "grid_images"):
+        for name in ("num_val_images", "grid_images"):
             _check(self, name, getattr(self, name) >= 1, "an integer >= 1")
+        _check(self, "num_steps", 1 <= self.num_steps <= 10**5, "an integer in [1, 100000]; 10 to 250 are usual")
         _check(self, "sampler", self.sampler in ("euler", "heun", "dpm"), "euler, heun or dpm")
         _check(self, "guidance", 0 <= self.guidance < math.inf, "a finite number >= 0")
         interval = self.guidance_interval

@@ -13,9 +13,10 @@ it, to an evaluator.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +32,7 @@ from rowdit.train.loggers import Logger
 from rowdit.train.optimizers import build_optimizer
 from rowdit.train.progress import Progress, Silent
 from rowdit.train.records import Records
-from rowdit.train.resume import check_same_run, read_json, remove_run
+from rowdit.train.resume import HARMLESS, check_same_run, read_json, remove_run
 from rowdit.train.state import TrainState, build_state
 from rowdit.train.step import TrainingDivergedError, train_step
 from rowdit.train.stop import Interrupted, StopRequest
@@ -46,6 +47,7 @@ __all__ = [
     "Outcome",
     "build_state",
     "check_dataset",
+    "check_ranks",
     "check_same_run",
     "read_outcome",
     "remove_run",
@@ -62,11 +64,12 @@ Builder = Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `train` ended, at which step, and why if the run diverged."""
+    """How a call of `train` ended, at which step, why if the run diverged, and `was_over` if it had nothing to do."""
 
     status: Literal["finished", "interrupted", "diverged"]
     step: int
     reason: str = ""
+    was_over: bool = field(default=False, compare=False)
 
 
 def train(
@@ -100,20 +103,20 @@ def train(
         How it ended. A run that diverged is over: its last good checkpoint stays, its last evaluations are absent.
 
     Raises:
-        ConfigError: the folder holds a run of another config or of other data; what differs is listed.
+        ConfigError: the folder holds a run of another config or of other data, or one that is over and that changes
+            were allowed for; what differs is listed.
         CheckpointError: a checkpoint can't be written or read.
     """
     stop, progress, world = stop or StopRequest(), progress or Silent(), world or World()
     check_dataset(config, dataset)
-    for change in check_same_run(folder, config, dataset, allow_changes=allow_changes):
-        progress.message(f"changed: {change}")
+    check_ranks(config, world)
+    changes = check_same_run(folder, config, dataset, allow_changes=allow_changes)
     ended = world.share(read_outcome(folder))
     if ended and not _may_go_on(ended, config, allow_changes):
-        return ended
-    if world.is_main:
-        (folder / "finished.json").unlink(missing_ok=True)
-        write_json(folder / "config.json", to_dict(config))
-        write_json(folder / "dataset.json", {"fingerprint": dataset.fingerprint})
+        _check_nothing_asked(folder, ended, [change for change in changes if not change.startswith(HARMLESS)])
+        return dataclasses.replace(ended, was_over=True)
+    for change in changes:
+        progress.message(f"changed: {change}")
 
     last = world.share(checkpoint.newest(folder / "checkpoints"))
     state = build_state(config, build, world=world, draw_weights=not last)
@@ -121,6 +124,11 @@ def train(
         checkpoint.load(last, state, world)
     if ended:
         state.num_skipped_in_row = 0
+    world.barrier()  # the others have read what is now replaced
+    if world.is_main:
+        (folder / "finished.json").unlink(missing_ok=True)
+        write_json(folder / "config.json", to_dict(config))
+        write_json(folder / "dataset.json", {"fingerprint": dataset.fingerprint})
     progress.start_run(folder.name, state.step)
     steps, batch_size = config.train.steps, config.train.batch_size
     evaluation_steps = _evaluation_steps(config) if evaluate else set()
@@ -167,6 +175,15 @@ def _may_go_on(ended: Outcome, config: RunConfig, allow_changes: bool) -> bool:
     return ended.step < config.train.steps
 
 
+def _check_nothing_asked(folder: Path, ended: Outcome, changes: Sequence[str]) -> None:
+    """A run that is over takes no changes: they would do nothing."""
+    if changes:
+        raise ConfigError(
+            f"the run in {folder} ended at step {ended.step}, so this would change nothing ({'; '.join(changes)}); "
+            f"give --train.steps more than {ended.step} to go on with it, another --out, or --fresh to start it over"
+        )
+
+
 def _evaluation_steps(config: RunConfig) -> set[int]:
     at_start = {0} if config.evaluate.at_start else set()
     return at_start | set(config.evaluate.steps(config.train.steps))
@@ -174,11 +191,6 @@ def _evaluation_steps(config: RunConfig) -> set[int]:
 
 def _open_loader(config: RunConfig, dataset: Dataset, images_seen: int, world: World) -> Loader:
     """This rank's shares of the batches from here on."""
-    if config.train.batch_size % world.size:
-        raise ConfigError(
-            f"train.batch_size = {config.train.batch_size}: can't be shared evenly by {world.size} ranks; "
-            f"take a multiple of {world.size}"
-        )
     return Loader(
         dataset,
         seed=config.train.seed,
@@ -202,6 +214,8 @@ def _evaluate(evaluate: Evaluator, state: TrainState, train_seconds: float, prog
     row = {"step": state.step, "seconds": train_seconds} | measured
     seconds = time.perf_counter() - start
     progress.evaluated(state.step, _one_line(row), seconds)
+    if "caution" in row:
+        progress.message(f"caution: {row['caution']}")
     return row | {"evaluation_seconds": seconds}
 
 
@@ -225,6 +239,19 @@ def read_outcome(folder: Path) -> Outcome | None:
         return None
     ending = read_json(path)
     return Outcome("diverged" if ending["diverged"] else "finished", ending["step"], ending["diverged"])
+
+
+def check_ranks(config: RunConfig, world: World) -> None:
+    """Refuses a batch that the ranks can't share evenly.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    if config.train.batch_size % world.size:
+        raise ConfigError(
+            f"train.batch_size = {config.train.batch_size}: can't be shared evenly by {world.size} ranks; "
+            f"take a multiple of {world.size}"
+        )
 
 
 def check_dataset(config: RunConfig, dataset: Dataset) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from rowdit.evaluate.score import caution
 from rowdit.train.log import write_bytes
 
 from . import run_curves
@@ -258,6 +259,7 @@ def _main(run: TrainingRun, costs: list[Breakdown]) -> Markup:
             "Time is active training time: evaluation, sampling and saving don’t count. Point at a chart, or focus it "
             "and use the arrow keys, to read its values.",
             axis_switch(by_step, by_time),
+            tag("p", f"Caution: {text}.", class_="warning") if (text := caution(run.fingerprint)) else None,
             _evaluations(run),
             _skipped(run),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from rowdit.evaluate.score import caution
 from rowdit.study.summary import BASELINE
 
 from .data import KINDS, Result, Study
@@ -107,6 +108,7 @@ def how_scored(study: Study) -> str:
     return (
         f"The score is {study.score_name}; lower is better. The best step of a run was chosen on one set of generated "
         f"samples and scored on another{_sample_sets(study)}, so that luck in choosing doesn’t count.{floor}"
+        + "".join(sorted({f" Caution: {text}." for result in study.results if (text := caution(result.fingerprint))}))
     )
 
 

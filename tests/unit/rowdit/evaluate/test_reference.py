@@ -256,3 +256,29 @@ class TestScore:
     def test_a_floor_at_another_number_is_refused(self):
         with pytest.raises(ValueError, match="the floor was measured at 40 images, the score is at 30"):
             self.scores(floor=Floor(40, (1.0,), (0.1,), "train"))
+
+
+class WithDim(PixelFeatures):
+    def fingerprint(self) -> dict:
+        return super().fingerprint() | {"dim": self.dim}
+
+
+@pytest.mark.parametrize(
+    ("num_reference", "num_samples", "said"),
+    [
+        (8, 30, "8 images of the reference are too few for a Frechet distance of 8 features"),
+        (30, 8, "8 samples are too few"),
+        (4, 5, "4 images of the reference and 5 samples are too few"),
+        (9, 9, None),
+    ],
+)
+def test_a_distance_from_too_few_images_says_so(num_reference, num_samples, said):
+    """With no more images than features the covariance is singular; such scores looked like any other."""
+    network = WithDim()
+    made = compute_reference(dataset(num_reference), network)
+    frechet, kernel = score_images(images_of(dataset(num_samples, seed=1)), made, network)
+    assert "caution" not in kernel.to_json()  # it has no covariance
+    assert (said is None) == ("caution" not in frechet.to_json())
+    if said is not None:
+        assert said in frechet.to_json()["caution"]
+    assert Score.from_json(json.loads(json.dumps(frechet.to_json()))).to_json() == frechet.to_json()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import math
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from page_reader import Page, charts_of
+from rowdit.evaluate.score import caution
 from rowdit.study.report import StudyError, write_report
+from rowdit.study.table import print_table
 from synthetic_study import make_study
 
 
@@ -33,6 +37,21 @@ def edit_summary(folder: Path, change) -> None:
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
     return make_study(tmp_path / "out")
+
+
+def test_scores_from_too_few_images_are_marked_on_the_page_and_in_the_table(study):
+    def few(summary: dict) -> None:
+        for entry in summary["optimizers"].values():
+            entry["fingerprint"] |= {"network": {"name": "effnet_lite0", "dim": 320}, "reference": {"num_images": 200}}
+            entry |= {"caution": caution(entry["fingerprint"]), "diverged": {}}
+
+    assert "Caution" not in write_report(study).read_text(encoding="utf-8")
+    edit_summary(study, few)
+    said = "Caution: 200 images of the reference are too few for a Frechet distance of 320 features"
+    assert write_report(study).read_text(encoding="utf-8").count(said) == 1  # not once an optimizer
+    console = Console(file=io.StringIO(), width=300)
+    print_table(read_summary(study) | {"seeds": [0]}, console)
+    assert console.file.getvalue().count(said) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

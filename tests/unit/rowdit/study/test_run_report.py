@@ -46,6 +46,15 @@ def test_the_page_is_one_file_that_asks_for_nothing(run):
     assert "default-src 'none'" in policy.attributes["content"]
 
 
+def test_scores_from_too_few_images_are_marked(run):
+    assert "Caution" not in write_report(run).read_text(encoding="utf-8")
+    rows = rows_of(run, "evaluations")
+    rows[-1]["fingerprint"] = {"network": {"dim": 320}, "num_images": 100, "reference": {"num_images": 200}}
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = "Caution: 200 images of the reference and 100 samples are too few for a Frechet distance of 320 features"
+    assert any(said in element.text for element in read_page(run).all("p", "warning"))
+
+
 def test_equal_folders_give_equal_pages(tmp_path):
     first, second = (make_run(tmp_path / name / "run") for name in ("a", "b"))
     assert write_report(first).read_bytes() == write_report(second).read_bytes()

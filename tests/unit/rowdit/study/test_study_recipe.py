@@ -35,4 +35,4 @@ def test_mistakes_are_named() -> None:
         parse_data(("emoji",))
     with pytest.raises(ConfigError, match="given before"):
         parse_data(("a=x", "a=y"))
-    assert split("S, M,") == ("S", "M") and split(None) is None
+    assert split("--cases", "S, M") == ("S", "M") and split("--cases", None) is None

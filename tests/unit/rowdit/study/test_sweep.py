@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from rowdit.study import pool
 from rowdit.study.sweep import make_tasks, parse_grid, parse_seeds, print_sweep, sweep
 from rowdit.train.config import ConfigError, TrainConfig
+from rowdit.train.stop import StopRequest
 from toy_training import toy_comparison
 
 
@@ -131,3 +137,40 @@ def test_a_setting_at_its_default_leaves_the_name_as_it_is() -> None:
     assert make_tasks(later, "muon", {}, (0,))[0].name == name
     changed = dataclasses.replace(comparison, train=LaterTrainConfig(**fields, new_field=2.0))
     assert make_tasks(changed, "muon", {}, (0,))[0].name != name
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_processes_that_end_because_all_were_told_to_are_no_error(is_told: bool) -> None:
+    """SIGTERM for the whole group of processes once read "killed, or out of memory?"."""
+    died: Future[Any] = Future()
+    died.set_exception(BrokenProcessPool())
+    (task,) = make_tasks(toy_comparison(), "adamw", {"lr": [1e-3]}, (0,))
+    stop = StopRequest(also=lambda: is_told)
+    if is_told:
+        assert pool._result(died, task, stop) is None
+    else:
+        with pytest.raises(ConfigError, match="a process died during adamw.*out of memory"):
+            pool._result(died, task, stop)
+
+
+def test_a_process_of_the_pool_saves_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When SIGTERM comes during a run, the run is asked to stop, and the process goes after it has handed that back."""
+    left: list[tuple[int, ...]] = []
+    monkeypatch.setattr(pool.os, "_exit", lambda *code: left.append(code))
+    monkeypatch.setattr(pool, "SECONDS_TO_LEAVE", 0.01)
+    monkeypatch.setattr(pool, "_is_told_to_end", False)
+
+    def run_task(task: object, out: Path) -> None:
+        stop = StopRequest(also=pool._should_stop)
+        assert not stop.requested
+        pool._on_sigterm(signal.SIGTERM, None)
+        assert stop.requested and not left
+
+    monkeypatch.setattr(pool, "run_task", run_task)
+    assert pool._run_in_pool(None, Path()) is None  # type: ignore[arg-type]
+    deadline = time.monotonic() + 10
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == [(0,)]
+    pool._on_sigterm(signal.SIGTERM, None)  # with nothing to do it goes at once
+    assert left == [(0,), (0,)]
