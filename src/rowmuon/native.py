@@ -1,9 +1,9 @@
 """The row step on a CPU: `row_step.cpp`, built by the machine's C++ compiler for the dtypes at hand, called by ctypes.
 
-`torch.compile` can't write this kernel: its loops take a row through the sums and only then through the weights, so
-that long rows cost twice what memory allows, and a call of it costs as much as a small matrix. Here all matrices of a
-step are one call, whose threads part the rows of each. Building takes about a second, once in a process for each
-combination of dtypes; nothing is kept on disk, so nothing there can be stale or made for another machine.
+`torch.compile` can't write this kernel: its loops keep two row buffers too many, so that long rows cost twice what
+memory allows, and a call of it costs as much as a small matrix. Here all matrices of a step are one call, whose threads
+part the rows of each. Building takes about a second, once in a process for each combination of dtypes; nothing is kept
+on disk, so nothing there can be stale or made for another machine.
 """
 
 from __future__ import annotations

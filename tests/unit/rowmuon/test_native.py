@@ -145,7 +145,7 @@ def test_an_added_group_and_copies() -> None:
 def test_threads_part_the_rows(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_LEAST_NUMEL", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    shapes = [(1, 50), (2, 3), (129, 17), (0, 4), (4, 0), (64, 300)]
+    shapes = [(1, 50), (2, 3), (129, 17), (0, 4), (4, 0), (64, 300), (5, 2500)]
     weights, momenta, grads = ([torch.randn(shape) for shape in shapes] for _ in range(3))
     expected = [[t.clone() for t in ts] for ts in (weights, momenta)]
     compiled.row_step_(weights, momenta, grads, scales=[0.3] * len(shapes), **STEP)
