@@ -94,6 +94,11 @@ class OptimizerConfig:
         adjust_lr_fn: scale convention, as in `torch.optim.Muon`: `"match_rms_adamw"` or `"original"`.
         ns_coefficients: name of a Newton-Schulz coefficient set of `rowmuon.COEFFICIENTS`.
         adaln: whether the adaLN matrices go to `"muon"` (six chunks each) or to `"adamw"`.
+        chunked: whether matrices that the model keeps in one (q, k and v; the six of adaLN; the first two of a gated
+            MLP) are orthogonalised each for itself, or fused as they lie.
+        state_dtype: of the Muon matrices' momentum, `"float32"` or `"bfloat16"`; null is that of the weights.
+        overlap: `"backward"` sends a refresh's first buckets while backward goes on. Changes time, not the result; not
+            with `train.grad_clip`.
         period: of `"periodic"` only. A refresh every `period` steps; None never refreshes; a schedule is pairs
             (first step, period), e.g. ((0, 3), (800, 1)).
         row_scale: of `"periodic"` only. RMS of a row step over that of a refresh. >= 0; at 0 the weights move at
@@ -114,6 +119,9 @@ class OptimizerConfig:
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     ns_coefficients: str = "keller_jordan"
     adaln: Literal["muon", "adamw"] = "muon"
+    chunked: bool = True
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    overlap: Literal["backward"] | None = None
     period: int | tuple[tuple[int, int | None], ...] | None = 3
     row_scale: float = 1.0
     cheap_step: Literal["row", "sign", "blocks", "gram"] = "row"
@@ -139,6 +147,8 @@ class OptimizerConfig:
             "null, or a number > 0 for blocks (how many) or gram (the damping)",
         )
         names = ", ".join(rowmuon.COEFFICIENTS)
+        _check(self, "state_dtype", self.state_dtype in (None, "float32", "bfloat16"), "float32, bfloat16 or null")
+        _check(self, "overlap", self.overlap in (None, "backward"), "backward or null")
         _check(self, "ns_coefficients", self.ns_coefficients in rowmuon.COEFFICIENTS, f"one of {names}")
         _check(self, "period", _is_period(self.period), _PERIOD)
         for key in self._unread():
@@ -170,7 +180,9 @@ def _is_period(period: Any) -> bool:
     return rises and all(every is None or every >= 1 for _, every in period)
 
 
-_MUON_ONLY = ("adamw_lr", "momentum", "nesterov", "adjust_lr_fn", "ns_coefficients", "adaln")
+_MUON_ONLY = (
+    "adamw_lr", "momentum", "nesterov", "adjust_lr_fn", "ns_coefficients", "adaln", "chunked", "state_dtype", "overlap",
+)  # fmt: skip
 _PERIODIC_ONLY = ("period", "row_scale", "cheap_step", "cheap_step_parameter")
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(OptimizerConfig)}
 
@@ -318,3 +330,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if self.optimizer.overlap and self.train.grad_clip is not None:
+            raise ConfigError(
+                f"optimizer.overlap = {self.optimizer.overlap!r} with train.grad_clip = {self.train.grad_clip}: "
+                "gradients are sent before their norm is known. Set train.grad_clip to null, or optimizer.overlap."
+            )

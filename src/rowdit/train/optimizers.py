@@ -58,7 +58,8 @@ def muon_arguments(model: nn.Module, config: OptimizerConfig) -> tuple[rowmuon.P
         "betas": config.betas,
         "eps": config.eps,
     }
-    groups = rowmuon.param_groups(model, rules=rowmuon.rules.dit(adaln=config.adaln), muon=muon, adamw=adamw)
+    rules = rowmuon.rules.dit(adaln=config.adaln, chunked=config.chunked)
+    groups = rowmuon.param_groups(model, rules=rules, muon=muon, adamw=adamw)
     common: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -66,5 +67,7 @@ def muon_arguments(model: nn.Module, config: OptimizerConfig) -> tuple[rowmuon.P
         "nesterov": config.nesterov,
         "adjust_lr_fn": config.adjust_lr_fn,
         "ns_coefficients": config.ns_coefficients,
+        "state_dtype": None if config.state_dtype is None else getattr(torch, config.state_dtype),
+        "overlap": config.overlap,
     }
     return groups, common

@@ -21,7 +21,15 @@ HARMLESS = (
     "parallel.",
 )
 """What may always change: where and how the same numbers are computed, kept and read."""
-ESSENTIAL = ("model.", "train.seed", "optimizer.name", "optimizer.adaln", "train.ema_decay", "train.ema_stds")
+ESSENTIAL = (
+    "model.",
+    "train.seed",
+    "optimizer.name",
+    "optimizer.adaln",
+    "optimizer.chunked",
+    "train.ema_decay",
+    "train.ema_stds",
+)
 """What can't change: the state would fit no longer, or the stream of data would be another one."""
 
 
@@ -64,7 +72,7 @@ def check_same_run(
             allowed = key.startswith(HARMLESS) or (allow_changes and not key.startswith(ESSENTIAL))
             (changed if allowed else refused).append(difference)
     if dataset and (folder / "dataset.json").exists():
-        before = read_json(folder / "dataset.json")["fingerprint"]
+        before = read_json(folder / "dataset.json", "fingerprint")["fingerprint"]
         if before != dataset.fingerprint:
             (changed if allow_changes else refused).append(f"data: {before} -> {dataset.fingerprint}")
     if refused:
@@ -81,16 +89,22 @@ def _as_written_now(saved: dict[str, Any]) -> dict[str, Any]:
         return saved
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a run's.
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """A JSON file of a run's: an object, with these keys.
 
     Raises:
-        ConfigError: it isn't JSON.
+        ConfigError: it isn't.
     """
+    start_over = f"remove the folder {path.parent} to start over"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} isn't JSON ({error}); remove the folder {path.parent} to start over") from None
+        raise ConfigError(f"{path} isn't JSON ({error}); {start_over}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} should be an object, but is a {type(found).__name__}; {start_over}")
+    if missing := [key for key in keys if key not in found]:
+        raise ConfigError(f"{path} has no {', '.join(missing)}; {start_over}")
+    return found
 
 
 def remove_run(folder: Path) -> None:

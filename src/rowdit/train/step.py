@@ -9,6 +9,8 @@ Legend: B images, C channels, H x W pixels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,7 +101,9 @@ def train_step(state: TrainState, batch: Batch, config: RunConfig, world: World 
 
     state.model.train()
     state.optimizer.zero_grad(set_to_none=True)
-    loss = world.mean(backward(state.model, draws, config.train.micro_batch_size, config.parallel, phases))
+    accumulate = getattr(state.optimizer, "accumulate", nullcontext)  # AdamW of torch's has none
+    micro_batch_size = config.train.micro_batch_size
+    loss = world.mean(backward(state.model, draws, micro_batch_size, config.parallel, phases, accumulate))
     grad_norm = clip_gradients_(state.model, config.train.grad_clip)
 
     state.step += 1
@@ -144,11 +148,13 @@ def backward(
     micro_batch_size: int | None,
     parallel: ParallelConfig | None = None,
     phases: Phases | None = None,
+    accumulate: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Tensor:
     """Adds the gradient of the batch's mean loss to `.grad`, in micro-batches; returns that mean loss, 0-dim float64.
 
     Each micro-batch contributes its *sum* over the size of the whole share, so unequal pieces weigh right as well. The
     shares of the ranks are equal, so the mean over the ranks, which FSDP2 takes of gradients, is the batch's.
+    The backward of every micro-batch but the last is run in `accumulate()`.
     """
     parallel, phases = parallel or ParallelConfig(), phases or Phases(draws.x.device)
     num_images = len(draws.x)
@@ -156,11 +162,12 @@ def backward(
     total = torch.zeros((), device=draws.x.device, dtype=torch.float64)
     for start in range(0, num_images, size):
         piece = slice(start, start + size)
-        set_last_micro_batch_(model, start + size >= num_images, parallel)
+        last = start + size >= num_images
+        set_last_micro_batch_(model, last, parallel)
         with phases("forward"):
             losses_B = flow_loss(model, draws.x[piece], draws.y[piece], draws.noise[piece], draws.t[piece])
             loss = losses_B.sum() / num_images
-        with phases("backward"):
+        with phases("backward"), nullcontext() if last else accumulate():
             loss.backward()
         total += loss.detach().double()
     return total

@@ -203,6 +203,16 @@ def test_adaln_can_go_to_adamw() -> None:
         rowmuon.rules.dit("sgd")  # type: ignore[arg-type]
 
 
+def test_fused_matrices_can_stay_fused() -> None:
+    net = dit()
+    chunked, fused = (table_of(param_groups(net, rowmuon.rules.dit(chunked=chunked))) for chunked in (True, False))
+    assert {count for _, count in fused.values()} == {1}
+    assert {name.split(".", 2)[2] for name in chunked if chunked[name] != fused[name]} == {
+        "attn.qkv.weight",
+        "adaLN_modulation.1.weight",
+    }
+
+
 def test_a_dit_trains_by_these_groups() -> None:
     net = dit()
     groups = param_groups(net, rowmuon.rules.DIT, muon={"lr": 0.01}, adamw={"lr": 0.01})

@@ -57,6 +57,18 @@ def test_every_setting_arrives() -> None:
             assert (group["lr"], tuple(group["betas"]), group["eps"]) == (0.0, (0.8, 0.9), 1e-6)
 
 
+@pytest.mark.parametrize("name", ["muon", "periodic"])
+def test_fused_matrices_momentum_and_overlap_arrive(name: str) -> None:
+    usual = build_optimizer(DiT(MODEL), OptimizerConfig(name=name))
+    config = OptimizerConfig(name=name, chunked=False, state_dtype="bfloat16", overlap="backward")
+    optimizer = build_optimizer(DiT(MODEL), config)
+    assert {g["chunks"] for g in usual.param_groups if g["algorithm"] == "muon"} == {1, 3, 6}
+    assert {g["chunks"] for g in optimizer.param_groups if g["algorithm"] == "muon"} == {1}
+    for each, dtype, overlap in ((usual, torch.float32, None), (optimizer, torch.bfloat16, "backward")):
+        dtypes = {s["momentum_buffer"].dtype for s in each.state.values() if "momentum_buffer" in s}
+        assert dtypes == {dtype} and each.overlap == overlap
+
+
 def test_kinds_of_steps() -> None:
     assert step_kind(build_optimizer(DiT(MODEL), OPTIMIZERS["adamw"])) == "adamw"
     assert step_kind(build_optimizer(DiT(MODEL), OPTIMIZERS["muon"])) == "refresh"

@@ -63,6 +63,8 @@ def test_unknown_section_and_missing_key() -> None:
         ("optimizer", "period", [[5, 3]], r"optimizer\.period = \(\(5, 3\),\): must be .* start at 0 and rise"),
         ("optimizer", "period", [[0, 3], [8, 0]], r"optimizer\.period = .*: must be an integer >= 1, null, or pairs"),
         ("optimizer", "period", 0, r"optimizer\.period = 0: must be an integer >= 1"),
+        ("optimizer", "state_dtype", "float64", r"optimizer\.state_dtype = 'float64'"),
+        ("optimizer", "overlap", "forward", r"optimizer\.overlap = 'forward'"),
         ("optimizer", "lr", -1e-3, r"optimizer\.lr = -0\.001: must be a finite number >= 0"),
         ("model", "patch_size", 3, r"model\.image_size 8 isn't divisible by patch_size 3"),
     ],
@@ -88,6 +90,15 @@ def test_a_setting_that_the_optimizer_does_not_read_is_refused() -> None:
         OptimizerConfig(name="muon", period=5)
     with pytest.raises(ConfigError, match="momentum = 0.9: the optimizer 'adamw' doesn't read it"):
         OptimizerConfig(name="adamw", momentum=0.9)
+
+
+def test_overlap_and_clipping_exclude_each_other() -> None:
+    data = to_dict(toy_config("periodic"))
+    data["optimizer"]["overlap"], data["train"]["grad_clip"] = "backward", 1.0
+    with pytest.raises(ConfigError, match=r"optimizer\.overlap = 'backward' with train\.grad_clip = 1\.0: .*to null"):
+        from_dict(RunConfig, data)
+    data["train"]["grad_clip"] = None
+    assert from_dict(RunConfig, data).optimizer.overlap == "backward"
 
 
 def test_settings_are_those_that_are_read() -> None:
