@@ -11,6 +11,7 @@ gave      docs/evidence.md
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from rowdit.models.dit import DiTConfig
 from rowdit.study.cases import Case, Entry, Study
@@ -19,23 +20,26 @@ from rowdit.train.config import DataConfig, EvaluateConfig, OptimizerConfig, Tra
 
 DATA = ("emoji",)
 STEPS = 600
+LONG_STEPS = 1800
 
 
 def study(data: Mapping[str, str]) -> Study:
     """See the module; `data` may hold the source of "emoji"."""
+    long = "S, 1,800 steps"
     cases = [
         Case("S", "fashion-mnist", "S", _comparison("bundled", 1, width=48)),
+        Case("S-long", "fashion-mnist", long, _comparison("bundled", 1, width=48, steps=LONG_STEPS), follow="S"),
         Case("M", "fashion-mnist", "M", _comparison("bundled", 1, width=80), follow="S"),
         Case("L", "fashion-mnist", "L", _comparison("bundled", 1, width=128), follow="S"),
     ]
     if "emoji" in data:
-        cases.insert(1, Case("emoji", "emoji", "M", _comparison(data["emoji"], 3, width=80)))
-    names = [case.name for case in cases]
-    entries = _headline() | _paper(names) | _cheap_steps() | _schedules() | _scales() | _periods()
-    return Study(tuple(cases), entries | _gram_variants() | _details())
+        emoji = _comparison(data["emoji"], 3, width=48, steps=LONG_STEPS)
+        cases.insert(2, Case("emoji", "emoji", long, emoji, follow="S"))
+    entries = _headline() | _better_cheap_step() | _paper() | _cheap_steps() | _schedules() | _scales() | _periods()
+    return Study(tuple(cases), entries | _gram_variants() | _details(), tuning_seeds=(100, 101))
 
 
-def _comparison(source: str, channels: int, *, width: int) -> Comparison:
+def _comparison(source: str, channels: int, *, width: int, steps: int = STEPS) -> Comparison:
     """16 x 16 pixels in patches of 4 x 4, three blocks, heads of 16 channels. The lrs are what tuning starts from."""
     return Comparison(
         model=DiTConfig(
@@ -49,7 +53,7 @@ def _comparison(source: str, channels: int, *, width: int) -> Comparison:
         ),
         data=DataConfig(source=source),
         train=TrainConfig(
-            batch_size=64, steps=STEPS, ema_decay=0.99, warmup_steps=20, grad_clip=1.0, checkpoint_every=300
+            batch_size=64, steps=steps, ema_decay=0.99, warmup_steps=20, grad_clip=1.0, checkpoint_every=steps // 2
         ),
         evaluate=EvaluateConfig(num_evaluations=4, num_samples=1000, num_steps=10),
         optimizers={
@@ -75,10 +79,16 @@ def _headline() -> dict[str, Entry]:
     }
 
 
-def _paper(names: list[str]) -> dict[str, Entry]:
+def _better_cheap_step() -> dict[str, Entry]:
+    """Our own cheap step, with what was chosen for Muon but its lr, on all seeds of every case."""
+    changes = {"name": "periodic", "period": 3, "cheap_step": "gram_row", "row_scale": 0.5}
+    lrs, axes = (1e-2, 1.6e-2, 2.5e-2, 4e-2), {"row_scale": (0.25, 1.0)}
+    return {"gram-row": Entry(lrs, axes=axes, changes=changes, follow="muon", question="better cheap step")}
+
+
+def _paper() -> dict[str, Entry]:
     """The paper's plain setting, row_scale 1."""
-    cases = tuple(name for name in names if name != "L")
-    return {"paper": Entry(PLAIN_LRS, num_seeds=3, question="plain setting", cases=cases)}
+    return {"paper": Entry(PLAIN_LRS, num_seeds=3, num_tuning_seeds=1, question="plain setting", cases=("S", "M"))}
 
 
 def _cheap_steps() -> dict[str, Entry]:
@@ -86,7 +96,8 @@ def _cheap_steps() -> dict[str, Entry]:
 
     def entry(lrs: tuple[float, ...], question: str = "cheap step", **changes: object) -> Entry:
         periodic = {"name": "periodic", "period": 3}
-        return Entry(lrs, changes=periodic | changes, follow="muon", num_seeds=3, question=question, cases=("S",))
+        shared: dict[str, Any] = {"follow": "muon", "num_seeds": 3, "num_tuning_seeds": 1, "cases": ("S",)}
+        return Entry(lrs, changes=periodic | changes, question=question, **shared)
 
     low, middle, high = (6e-3, 1e-2, 1.6e-2, 2.5e-2), (1e-2, 1.6e-2, 2.5e-2, 4e-2), (1.6e-2, 2.5e-2, 4e-2, 6.4e-2)
     return {
@@ -104,13 +115,15 @@ def _schedules() -> dict[str, Entry]:
     decay = {"train.schedule": "trapezoid", "train.decay_fraction": 0.2}
 
     def entry(lrs: tuple[float, ...], follow: str, changes: dict[str, object]) -> Entry:
-        return Entry(lrs, changes=changes, follow=follow, num_seeds=3, question="schedule", cases=("S",))
+        shared: dict[str, Any] = {"num_seeds": 3, "num_tuning_seeds": 1, "cases": ("S",)}
+        return Entry(lrs, changes=changes, follow=follow, question="schedule", **shared)
 
     return {
         "ends-k1": entry((1e-2, 1.6e-2, 2.5e-2), "periodic", {"period": ends}),
         "adamw-decay": entry((7.5e-3, 1.2e-2, 1.9e-2, 3e-2), "adamw", decay),
         "muon-decay": entry((1e-2, 1.6e-2, 2.5e-2, 4e-2), "muon", decay),
         "periodic-decay": entry((1e-2, 1.6e-2, 2.5e-2, 4e-2), "periodic", decay),
+        "gram-row-decay": entry((1e-2, 1.6e-2, 2.5e-2, 4e-2), "gram-row", decay),
     }
 
 
@@ -122,6 +135,7 @@ def _scales() -> dict[str, Entry]:
             changes={"row_scale": scale},
             follow="periodic",
             num_seeds=2,
+            num_tuning_seeds=1,
             question="row_scale",
             cases=("S",),
         )
@@ -134,7 +148,13 @@ def _periods() -> dict[str, Entry]:
     periods = {"k2": 2, "k5": 5, "k10": 10, "never": None}
     return {
         f"plain-{name}": Entry(
-            PLAIN_LRS, changes={"period": period}, follow="paper", num_seeds=2, question="period", cases=("S",)
+            PLAIN_LRS,
+            changes={"period": period},
+            follow="paper",
+            num_seeds=2,
+            num_tuning_seeds=1,
+            question="period",
+            cases=("S",),
         )
         for name, period in periods.items()
     }
@@ -144,12 +164,15 @@ def _gram_variants() -> dict[str, Entry]:
     """The Gram factor kept for longer, and damped more and less; skipping at the same periods beside it."""
 
     def entry(follow: str, changes: dict[str, object], lrs: tuple[float, ...] = MUON_LRS) -> Entry:
-        return Entry(lrs, changes=changes, follow=follow, num_seeds=2, question="gram factor", cases=("S",))
+        shared: dict[str, Any] = {"num_seeds": 2, "num_tuning_seeds": 1, "cases": ("S",)}
+        return Entry(lrs, changes=changes, follow=follow, question="gram factor", **shared)
 
     skip_lrs = (1.6e-2, 2.5e-2, 4e-2, 6.4e-2)
     return {
         "gram-k5": entry("gram", {"period": 5}),
         "gram-k10": entry("gram", {"period": 10}),
+        "gram-row-k5": entry("gram-row", {"period": 5}, MUON_LRS[1:]),
+        "gram-row-k10": entry("gram-row", {"period": 10}, MUON_LRS[1:]),
         "skip-k5": entry("skip", {"period": 5}, skip_lrs),
         "skip-k10": entry("skip", {"period": 10}, skip_lrs),
         "gram-damping-1e-2": entry("gram", {"cheap_step_parameter": 1e-2}),
@@ -162,10 +185,13 @@ def _details() -> dict[str, Entry]:
 
     def entry(**changes: object) -> Entry:
         lrs = (1e-2, 1.6e-2, 2.5e-2)
-        return Entry(lrs, changes=changes, follow="periodic", num_seeds=2, question="details", cases=("S",))
+        shared: dict[str, Any] = {"num_seeds": 2, "num_tuning_seeds": 1, "cases": ("S",)}
+        return Entry(lrs, changes=changes, follow="periodic", question="details", **shared)
 
     return {
         "adaln-adamw": entry(adaln="adamw"),
         "no-nesterov": entry(nesterov=False),
         "polar-express": entry(ns_coefficients="polar_express"),
+        "fused": entry(chunked=False),
+        "bf16-momentum": entry(state_dtype="bfloat16"),
     }

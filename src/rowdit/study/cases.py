@@ -27,6 +27,7 @@ class Entry:
         changes: what distinguishes this entry from the comparison's optimizer of the same label, or from `follow`.
         follow: label of an entry whose chosen setting this one starts from, all but what `changes` says.
         num_seeds: how many of the study's seeds it runs on; None takes all.
+        num_tuning_seeds: how many of the study's tuning seeds it is tuned on; None takes all.
         question: what it is for. Those with `"headline"` make the headline table.
         cases: names of the cases that it runs in; None takes all.
     """
@@ -36,6 +37,7 @@ class Entry:
     changes: Mapping[str, Any] = field(default_factory=dict)
     follow: str | None = None
     num_seeds: int | None = None
+    num_tuning_seeds: int | None = None
     question: str = HEADLINE
     cases: tuple[str, ...] | None = None
 
@@ -45,8 +47,10 @@ class Entry:
             raise ConfigError(f"lrs = {self.lrs!r}: must be at least three ascending numbers > 0")
         if self.question == HEADLINE and len(self.lrs) < 5:
             raise ConfigError(f"lrs = {self.lrs!r}: a headline's grid has at least five values")
-        if self.num_seeds is not None and self.num_seeds < 1:
-            raise ConfigError(f"num_seeds = {self.num_seeds}: must be an integer >= 1, or None")
+        for key in ("num_seeds", "num_tuning_seeds"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"{key} = {value}: must be an integer >= 1, or None")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Case:
         dataset: the data set's name in tables.
         size: the model's name in tables; with the data set it tells cases apart.
         comparison: model, data, training, evaluation, and the optimizers to start from.
-        follow: name of a case whose chosen settings are taken, all but the learning rates, which are tuned here too.
+        follow: name of a case whose chosen settings are taken, all but the learning rates, which are tuned here too, on
+            the first tuning seed alone.
     """
 
     name: str
@@ -70,20 +75,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Study:
-    """A whole study. What is tuned is tuned on `tuning_seed`, which is never one of `seeds`.
+    """A whole study. What is tuned is tuned on `tuning_seeds`, none of which is one of `seeds`.
 
     Raises:
-        ConfigError: names that are unknown or used twice, circles of `follow`, the tuning seed among the seeds.
+        ConfigError: names that are unknown or used twice, circles of `follow`, no tuning seed, or one among the seeds.
     """
 
     cases: tuple[Case, ...]
     entries: Mapping[str, Entry]
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    tuning_seed: int = 100
+    tuning_seeds: tuple[int, ...] = (100,)
 
     def __post_init__(self) -> None:
-        if self.tuning_seed in self.seeds:
-            raise ConfigError(f"tuning_seed = {self.tuning_seed}: must not be one of the seeds {self.seeds}")
+        if not self.tuning_seeds or set(self.tuning_seeds) & set(self.seeds):
+            raise ConfigError(
+                f"tuning_seeds = {self.tuning_seeds}: must be at least one seed, and none of the seeds {self.seeds}"
+            )
         names = [case.name for case in self.cases]
         for name in names:
             if names.count(name) > 1:
@@ -119,6 +126,10 @@ class Study:
     def seeds_of(self, label: str) -> tuple[int, ...]:
         """The seeds that an entry runs on: the first ones, so that any two entries share all of the shorter list."""
         return self.seeds[: self.entries[label].num_seeds]
+
+    def tuning_seeds_of(self, case: Case, label: str) -> tuple[int, ...]:
+        """The seeds that an entry is tuned on in a case, the first ones likewise."""
+        return self.tuning_seeds[: 1 if case.follow else self.entries[label].num_tuning_seeds]
 
     def starting(self, case: Case, label: str) -> Comparison:
         """The case's comparison with the entry's optimizer under its label and its changes in it, before any tuning."""

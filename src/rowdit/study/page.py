@@ -88,14 +88,18 @@ def _tuning_lines(study: Study, case: Case, rows: Rows) -> Iterator[Line]:
         keys = list(study.entries[label].axes)
         own = [row for row in rows.values() if _is_tuning(row, study, case, label)]
         start = [row["grid"].get(key) for row in own[:1] for key in keys]
-        found = {r["settings"]["lr"]: selecting_score(r) for r in own if [r["grid"].get(key) for key in keys] == start}
-        points = sorted((lr, value) for lr, value in found.items() if math.isfinite(value))
+        found: dict[float, list[float]] = {}
+        for r in own:
+            if [r["grid"].get(key) for key in keys] == start:
+                found.setdefault(r["settings"]["lr"], []).append(selecting_score(r))
+        means = ((lr, sum(values) / len(values)) for lr, values in found.items())
+        points = sorted((lr, value) for lr, value in means if math.isfinite(value))
         if points:
             yield Line(label, tuple(lr for lr, _ in points), tuple(value for _, value in points))
 
 
 def _is_tuning(row: Any, study: Study, case: Case, label: str) -> bool:
-    return (row.get("case"), row["label"], row["seed"]) == (case.name, label, study.tuning_seed)
+    return (row.get("case"), row["label"]) == (case.name, label) and row["seed"] in study.tuning_seeds
 
 
 def _trends(numbers: Sequence[CaseNumbers]) -> Iterator[tuple[str, Figure]]:

@@ -132,7 +132,7 @@ def described(study: Study, task: Task, row: Mapping[str, Any]) -> dict[str, Any
         "size": case.size,
         "num_parameters": count_parameters(case.comparison.model),
         "question": study.entries[task.label].question,
-        "stage": "tuning" if task.seed == study.tuning_seed else "seeds",
+        "stage": "tuning" if task.seed in study.tuning_seeds else "seeds",
     }
 
 

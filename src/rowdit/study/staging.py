@@ -115,32 +115,35 @@ def _tuning(study: Study, case: Case, label: str, rows: Rows, memo: Memo) -> Sta
     start = _start(study, case, label, rows, memo)
     if isinstance(start, Stage):
         return start
-    entry, seed = study.entries[label], study.tuning_seed
+    entry, seeds = study.entries[label], study.tuning_seeds_of(case, label)
     tried: dict[str, Task] = {}
 
     def run(comparison: Comparison, key: str, values: tuple[Any, ...]) -> list[Task]:
-        """The runs of these values; raises if some are missing."""
+        """The runs of these values, on the first of the tuning seeds; raises if some are missing, on any."""
         tasks = [
             dataclasses.replace(task, point={**_tuned(comparison, label, study), **task.point}, case=case.name)
-            for task in make_tasks(_once(comparison), label, {key: list(values)}, [seed])
+            for task in make_tasks(_once(comparison), label, {key: list(values)}, seeds)
         ]
         missing = tuple(task for task in tasks if task.name not in rows)
         if missing:
             raise _Missing(missing)
         tried.update((task.name, task) for task in tasks)
-        return tasks
+        return [task for task in tasks if task.seed == seeds[0]]
+
+    def best_of(tasks: list[Task]) -> Task:
+        return min(tasks, key=lambda task: tuning_score(study, task, rows))
 
     try:
         lrs = entry.lrs
-        best = _best(run(start, "lr", lrs), rows)
+        best = best_of(run(start, "lr", lrs))
         while at_edge(best.point["lr"], lrs) and len(lrs) < len(entry.lrs) + MAX_GROWTH:
             lrs = _grown(lrs, best.point["lr"])
-            best = _best(run(start, "lr", lrs), rows)
+            best = best_of(run(start, "lr", lrs))
         edge = at_edge(best.point["lr"], lrs)
         if case.follow is None:
             at_best = change(start, label, {"lr": best.point["lr"]})
             for key, values in entry.axes.items():
-                best = _best([best, *run(at_best, key, values)], rows)
+                best = best_of([best, *run(at_best, key, values)])
     except _Missing as missing:
         return Stage(None, missing.tasks)
     chosen = change(start, label, best.point)
@@ -167,7 +170,8 @@ def _start(study: Study, case: Case, label: str, rows: Rows, memo: Memo) -> Comp
         followed = tuning(study, study.case(case.follow), label, rows, memo).choice
         if followed is None:
             return Stage(None, ())
-        carried = {key: value for key, value in followed.point.items() if key != "lr" and key not in entry.changes}
+        own = set(entry.changes) - set(entry.axes)
+        carried = {key: value for key, value in followed.point.items() if key != "lr" and key not in own}
         comparison = change(comparison, label, carried)
     return comparison
 
@@ -187,12 +191,14 @@ def _once(comparison: Comparison) -> Comparison:
     return dataclasses.replace(comparison, evaluate=dataclasses.replace(comparison.evaluate, num_evaluations=1))
 
 
-def _best(tasks: list[Task], rows: Rows) -> Task:
-    return min(tasks, key=lambda task: selecting_score(rows[task.name]))
+def tuning_score(study: Study, task: Task, rows: Rows) -> float:
+    """What tuning goes by: the mean over the tuning seeds of the selecting score of a task's setting."""
+    seeds = study.tuning_seeds_of(study.case(task.case), task.label)
+    return sum(selecting_score(rows[dataclasses.replace(task, seed=seed).name]) for seed in seeds) / len(seeds)
 
 
 def selecting_score(row: Row) -> float:
-    """What tuning goes by: the selecting samples' score at the last step; infinity if it isn't finite."""
+    """The selecting samples' score at the last step; infinity if it isn't finite."""
     score = float(row["evaluations"][-1]["score_select"])
     return score if math.isfinite(score) else math.inf
 

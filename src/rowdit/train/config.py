@@ -37,7 +37,7 @@ __all__ = [
 
 OPTIMIZERS = ("adamw", "muon", "periodic")
 SCHEDULES = ("constant", "cosine", "trapezoid", "inverse_sqrt")
-CHEAP_STEPS = ("row", "sign", "blocks", "gram")
+CHEAP_STEPS = ("row", "sign", "blocks", "gram", "gram_row")
 
 
 def _check(section: object, name: str, ok: bool, wanted: str) -> None:
@@ -124,7 +124,7 @@ class OptimizerConfig:
     overlap: Literal["backward"] | None = None
     period: int | tuple[tuple[int, int | None], ...] | None = 3
     row_scale: float = 1.0
-    cheap_step: Literal["row", "sign", "blocks", "gram"] = "row"
+    cheap_step: Literal["row", "sign", "blocks", "gram", "gram_row"] = "row"
     cheap_step_parameter: float | None = None
 
     def __post_init__(self) -> None:
@@ -143,8 +143,8 @@ class OptimizerConfig:
             self,
             "cheap_step_parameter",
             self.cheap_step_parameter is None
-            or (self.cheap_step in ("blocks", "gram") and self.cheap_step_parameter > 0),
-            "null, or a number > 0 for blocks (how many) or gram (the damping)",
+            or (self.cheap_step in ("blocks", "gram", "gram_row") and self.cheap_step_parameter > 0),
+            "null, or a number > 0 for blocks (how many), gram or gram_row (the damping)",
         )
         names = ", ".join(rowmuon.COEFFICIENTS)
         _check(self, "state_dtype", self.state_dtype in (None, "float32", "bfloat16"), "float32, bfloat16 or null")

@@ -62,7 +62,7 @@ def test_it_tunes_and_then_trains_what_won_on_every_seed() -> None:
             for seed in study.seeds_of(label):
                 assert seed_task(case, choice, label, seed).name in rows
     assert len(order) == len(rows) == len({task.name for task in order})
-    tuned = [task for task in order if task.seed == study.tuning_seed]
+    tuned = [task for task in order if task.seed in study.tuning_seeds]
     assert {task.config.evaluate.num_evaluations for task in tuned} == {1}
     assert {task.config.evaluate.num_evaluations for task in order if task.seed in study.seeds} == {3}
 
@@ -77,6 +77,31 @@ def test_the_grid_grows_until_the_best_is_inside() -> None:
     rows, _ = run_all(study, bowl(0.3e-3))
     choice = tuning(study, study.case("S"), "muon", rows).choice
     assert choice is not None and choice.point["lr"] == 0.25e-3 and choice.num_runs == 8
+
+
+def test_the_mean_over_the_tuning_seeds_decides() -> None:
+    axes = {"momentum": (0.9, 0.97)}
+    entries = {"muon": Entry(LRS, axes=axes), "one": Entry(LRS, follow="muon", num_tuning_seeds=1)}
+    study = small_study(entries=entries, tuning_seeds=(100, 101))
+    optima = {100: 8e-3, 101: 2e-3}
+
+    def score(task: Task) -> float:
+        return bowl(optima.get(task.seed, 1.0))(task) - (task.config.optimizer.momentum == 0.97 and task.seed == 101)
+
+    rows, order = run_all(study, score)
+    choice = tuning(study, study.case("S"), "muon", rows).choice
+    assert choice is not None and choice.point == {"lr": 4e-3, "momentum": 0.97} and choice.num_runs == 14
+    tuned = [task for task in order if (task.case, task.label) == ("S", "muon") and task.seed in (100, 101)]
+    assert {task.seed for task in tuned} == {100, 101} and len(tuned) == 14
+    assert {task.seed for task in order if task.label == "one"} == {100, *study.seeds}
+    # A case that follows another tunes its learning rate on the first seed.
+    assert {task.seed for task in order if task.case == "M"} == {100, *study.seeds}
+    # A run that diverges on one seed alone isn't chosen either.
+    rows, _ = run_all(
+        study, lambda task: math.nan if task.seed == 101 and task.config.optimizer.lr > 3e-3 else score(task)
+    )
+    choice = tuning(study, study.case("S"), "muon", rows).choice
+    assert choice is not None and choice.point["lr"] == 2e-3
 
 
 def test_growth_ends_and_the_edge_is_told() -> None:
@@ -155,7 +180,8 @@ def test_a_diverged_run_is_never_chosen() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"seeds": (0, 100)}, "tuning_seed = 100: must not be one of the seeds"),
+        ({"seeds": (0, 100)}, r"tuning_seeds = \(100,\): must be at least one seed, and none of the seeds"),
+        ({"tuning_seeds": ()}, "must be at least one seed"),
         ({"entries": {"moun": Entry(LRS)}}, "has no optimizer 'moun'; did you mean 'muon'"),
         ({"entries": {"muon": Entry(LRS, changes={"row_scale": 0.5})}}, "doesn't read it"),
         (
