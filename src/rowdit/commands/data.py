@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from rowdit.commands.limits import check_images, check_processes
+from rowdit.commands.limits import check_count, check_images, check_processes
 from rowdit.commands.outputs import check_folder
 from rowdit.commands.parsing import fail, parse
 
@@ -92,6 +92,7 @@ def _check(options: DataCheckOptions) -> int:
     from rowdit.data import DataError, check_num_classes, open_dataset
 
     check_processes("num_workers", options.num_workers, least=0)
+    check_count("show", options.show, least=0)
     check_images(CHECKED_AT_ONCE, options.image_size, options.channels, name="images at once:")
     names = ("channels", "num_classes", "image_key", "label_key")
     chosen: dict[str, Any] = {name: getattr(options, name) for name in names}

@@ -129,6 +129,9 @@ def run(arguments: list[str]) -> int:
     try:
         check_metrics(_metrics(options))
         check_sampler(options.sampling)
+        for name in ("reference", "floor", "decoder"):
+            if getattr(options, name) == "":
+                raise ValueError(f"--{name} is empty: name something, or leave --{name} out")
         for name in ("num_images", "reference_images"):
             check_count(name, getattr(options, name), least=2, most=MOST_IMAGES)
         check_count("image_size", options.image_size)

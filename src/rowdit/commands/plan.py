@@ -71,7 +71,15 @@ def run(arguments: list[str]) -> int:
         mesh = RankMesh(options.world_size, replicas)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    found = estimate(config, mesh, refresh=options.refresh, device=options.device)
+    try:
+        found = estimate(config, mesh, refresh=options.refresh, device=options.device)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        sizes = str(error).partition("sizes=")[2]
+        raise ConfigError(
+            f"a tensor of {sizes} has more bytes than can be counted: give a smaller model or train.batch_size"
+        ) from None
     if problem := found.batch.problem(mesh.world_size):
         print(f"rowdit: {problem}", file=sys.stderr)
     data, text = {"recipe": name, **found.to_dict()}, [f"recipe     {name}\n{describe(found)}"]

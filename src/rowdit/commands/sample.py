@@ -186,6 +186,7 @@ def check_sampler(options: SamplerOptions) -> None:
     """Raises ConfigError for counts that can't be meant."""
     check_count("batch_size", options.batch_size, most=MOST_IMAGES)
     check_count("num_steps", options.num_steps, most=MOST_STEPS)
+    check_count("seed", options.seed, least=0, most=2**63 - 1)
 
 
 def _sample(options: SampleOptions, job: SampleJob, ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from rowdit.commands.limits import check_images
+from rowdit.commands.limits import check_count, check_images
 from rowdit.commands.outputs import check_folder, no_empty_folder
 from rowdit.commands.parsing import fail, parse, set_threads
 
@@ -65,6 +65,7 @@ def run(arguments: list[str]) -> int:
     command = parse("train-vae", TrainVAECommand, arguments)
     check_folder(command.out)
     check_images(command.batch_size, command.image_size, command.channels)
+    check_count("seed", command.seed, least=0, most=2**63 - 1)
     from rowdit.commands.loading import open_device
     from rowdit.data import open_dataset
     from rowdit.encode.train_vae import train_vae

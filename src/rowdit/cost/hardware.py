@@ -167,6 +167,8 @@ def cluster(name: str) -> Cluster:
         data = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ClusterError(f"{name} can't be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ClusterError(f"{name} should be an object with the fields of a cluster, but is a {type(data).__name__}")
     return cluster_from_dict(data, name)
 
 
@@ -178,8 +180,11 @@ def cluster_from_dict(data: Mapping[str, Any], where: str) -> Cluster:
         raise ClusterError(f"{where}: like = {like!r}; there are {', '.join(CLUSTERS)}")
     base = {f.name: getattr(CLUSTERS[str(like)], f.name) for f in dataclasses.fields(Cluster)} if like else {}
     for key in ("inside", "between"):
-        if isinstance(values.get(key), Mapping):
-            values[key] = _made(Link, values[key], f"{where}: {key}")
+        if key not in values:
+            continue
+        if not isinstance(values[key], Mapping):
+            raise ClusterError(f"{where}: {key} = {values[key]!r}: must be an object with the fields of a link")
+        values[key] = _made(Link, values[key], f"{where}: {key}")
     return _made(Cluster, {**base, **values}, where)
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 TIME_FREQUENCIES = 256
 """Width of the sinusoidal time embedding."""
 
+MOST_BLOCKS = 10_000
+
 
 @dataclass(frozen=True)
 class DiTConfig:
@@ -59,6 +61,8 @@ class DiTConfig:
         for name in ("image_size", "in_channels", "patch_size", "hidden_size", "depth", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.depth > MOST_BLOCKS:
+            raise ValueError(f"depth is {self.depth}; it must be at most {MOST_BLOCKS}, each block is a module")
         self._check_condition()
         for name, known in (("positions", ("sincos", "rope")), ("mlp", ("gelu", "swiglu")), ("freq_shift", (0, 1))):
             if getattr(self, name) not in known:

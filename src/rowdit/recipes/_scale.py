@@ -30,6 +30,6 @@ def scale_run(size: str) -> RunConfig:
             grad_clip=1.0,
             checkpoint_every=1000,
         ),
-        evaluate=EvaluateConfig(num_evaluations=30, num_samples=10_000, num_steps=25),
+        evaluate=EvaluateConfig(num_evaluations=30, num_samples=10_000, num_steps=25, at_start=True),
         parallel=ParallelConfig(param_dtype="bfloat16", activation_checkpointing=size in ("9B", "15B"), compile=True),
     )

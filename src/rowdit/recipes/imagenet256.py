@@ -54,6 +54,6 @@ def recipe(size: str = "B/2") -> RunConfig:
             grad_clip=1.0,
             checkpoint_every=5000,
         ),
-        evaluate=EvaluateConfig(num_evaluations=40, num_samples=10_000, num_steps=25),
+        evaluate=EvaluateConfig(num_evaluations=40, num_samples=10_000, num_steps=25, at_start=True),
         parallel=ParallelConfig(param_dtype="bfloat16", compile=True),
     )

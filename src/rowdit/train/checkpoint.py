@@ -13,7 +13,6 @@ DCP pickles its `.metadata`, so load checkpoints that you trust; an export (`row
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from rowdit.models.dit import DiT
 from rowdit.train.config import ConfigError, RunConfig, from_dict, to_dict
+from rowdit.train.disk import os_error, why_not_written
 from rowdit.train.log import write_json
 from rowdit.train.state import TrainState, destinations, take_values, tensors_of, values_of
 from rowdit.train.world import World
@@ -136,14 +136,15 @@ class Saver:
         except BaseException as error:
             if not isinstance(error, Exception) and not hasattr(error, "failures"):
                 raise  # an interrupt; DCP's own error, which has `failures`, is no Exception either
-            cause = _os_error(error)
+            cause = os_error(error)
             no_room = shutil.disk_usage(self.folder).free < 1 << 16 if self.folder.exists() else False
             if cause is None and not no_room:
                 raise
             if self.world.is_main:
                 shutil.rmtree(self._beside(step), ignore_errors=True)
             path = self.folder / _folder_name(step)
-            raise CheckpointError(_explain(cause, no_room, path, newest(self.folder))) from error
+            last = newest(self.folder)
+            raise CheckpointError(why_not_written(cause, no_room, path, last.path if last else None)) from error
 
 
 def _folder_name(step: int) -> str:
@@ -249,15 +250,16 @@ def read_header(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
         sizes = {name: (checkpoint.path / name).stat().st_size for name in header["files"]}
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"can't read {path}: {error}") from error
-    if header["format"] != FORMAT:
-        raise CheckpointError(f"{path}: format {header['format']}, this version reads {FORMAT}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"can't read {path}: {error}; {_without(checkpoint)}") from error
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} isn't what a checkpoint has; {_without(checkpoint)}") from None
+    if header.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {header.get('format')}, this version reads {FORMAT}")
     for name, size in header["files"].items():
         if sizes[name] != size:
             raise CheckpointError(
-                f"{checkpoint.path / name}: {sizes[name]} bytes, {size} were written; "
-                f"remove {checkpoint.path} to go on from the checkpoint before it, or from the start"
+                f"{checkpoint.path / name}: {sizes[name]} bytes, {size} were written; {_without(checkpoint)}"
             )
     return header
 
@@ -267,7 +269,8 @@ def saved_tensors(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.d
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    entries = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    with _readable(checkpoint):
+        entries = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
     return {
         name: (entry.size, entry.properties.dtype)
         for name, entry in entries.items()
@@ -282,7 +285,27 @@ def read_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     group = world.checkpoint_group if world else None
     _quieten()
     reader = dcp.FileSystemReader(checkpoint.path)
-    dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    with _readable(checkpoint):
+        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _readable(checkpoint: Checkpoint) -> Iterator[None]:
+    """Whatever the reading of files that have the right sizes and the wrong contents raises, in one."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # DCP's own error is no Exception
+        inner = [failure[0] for failure in getattr(error, "failures", {}).values()]
+        reason = str(inner[0] if inner else error).partition("\n")[0]
+        raise CheckpointError(
+            f"can't read the tensors in {checkpoint.path} ({reason}); {_without(checkpoint)}"
+        ) from error
+
+
+def _without(checkpoint: Checkpoint) -> str:
+    return f"remove {checkpoint.path} to go on from the checkpoint before it, or from the start"
 
 
 def find(run: Path | str, step: int | None = None) -> Checkpoint:
@@ -352,7 +375,7 @@ def run_config(checkpoint: Checkpoint) -> RunConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# errors and the disk
+# the disk
 
 
 def _sync(folder: Path) -> None:
@@ -362,22 +385,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """The error of the operating system behind what DCP raises."""
-    if isinstance(error, OSError):
-        return error
-    inner = [failure[0] for failure in getattr(error, "failures", {}).values()]
-    for cause in [*inner, error.__cause__, error.__context__]:
-        found = _os_error(cause) if cause is not None else None
-        if found:
-            return found
-    return None
-
-
-def _explain(error: OSError | None, no_room: bool, path: Path, last: Checkpoint | None) -> str:
-    full = no_room or (error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT))
-    reason = "the disk is full" if full else str(error)
-    kept = f"the last good checkpoint, {last.path}, is kept" if last else "there is no earlier checkpoint"
-    return f"can't write {path}: {reason}; {kept}. Make room and run the same command again."

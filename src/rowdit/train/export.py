@@ -57,13 +57,13 @@ def export(
         raise ConfigError(f"dtype = {dtype!r}: must be one of {', '.join(DTYPES)}")
     run, out = Path(run), Path(out)
     found = checkpoint.find(run, step)
-    header = checkpoint.read_header(found)
+    header, dataset = checkpoint.read_header(found), run / "dataset.json"
     origin = {
         "which": which,
         "step": found.step,
         "images_seen": header["images_seen"],
         "config": header["config"],
-        "data": read_json(run / "dataset.json")["fingerprint"] if (run / "dataset.json").exists() else None,
+        "data": read_json(dataset, "fingerprint")["fingerprint"] if dataset.exists() else None,
     }
     if std is None:
         model = checkpoint.load_model(run, which, step=found.step)

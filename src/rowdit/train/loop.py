@@ -237,7 +237,7 @@ def read_outcome(folder: Path) -> Outcome | None:
     path = folder / "finished.json"
     if not path.exists():
         return None
-    ending = read_json(path)
+    ending = read_json(path, "diverged", "step")
     return Outcome("diverged" if ending["diverged"] else "finished", ending["step"], ending["diverged"])
 
 

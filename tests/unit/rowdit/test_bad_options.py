@@ -113,3 +113,17 @@ def test_a_folder_of_another_run_is_refused_with_the_ways_out(folder, capsys, ch
     arguments = ["train", "folder", *small, "--out", str(out), "--no-evaluate", "--threads", "1"]
     assert cli.main([*arguments, *change]) == 2
     assert way_out in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("text", ["[]", "[1]", "3", "{}", "[", '{"like": "h100", "between": 3}'])
+def test_a_cluster_that_is_none_is_one_line(tmp_path, capsys, text):
+    (tmp_path / "cluster.json").write_text(text)
+    assert cli.main(["plan", "--cluster", str(tmp_path / "cluster.json")]) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith(f"rowdit: {tmp_path / 'cluster.json'}") and line.count("\n") == 0
+
+
+@pytest.mark.parametrize("option", ["--reference", "--floor", "--decoder"])
+def test_an_empty_name_is_not_taken_for_none(tmp_path, capsys, option):
+    assert cli.main(["eval", str(tmp_path), option, ""]) == 2
+    assert f"{option} is empty: name something, or leave {option} out" in capsys.readouterr().err

@@ -23,7 +23,7 @@ TOO_MUCH = [
     (TRAIN, "--model.image-size", str(2**30), "at image_size 1073741824"),
     (TRAIN, "--model.in-channels", HUGE, "of memory"),
     (TRAIN, "--model.hidden-size", str(12 * 10**8), "of memory"),
-    (TRAIN, "--model.depth", HUGE, "of memory"),
+    (TRAIN, "--model.depth", HUGE, "depth is 1000000000; it must be at most"),
     (TRAIN, "--model.num-classes", str(10**12), "a model of hidden_size"),
     (TRAIN, "--model.mlp-ratio", "1e12", "a model of hidden_size"),
     (TRAIN, "--evaluate.num-samples", str(10**12), "evaluate.num_samples 1000000000000"),
@@ -49,6 +49,10 @@ TOO_MUCH = [
     (("sample", "{out}"), "--columns", HUGE, "columns = 1000000000: must be an integer <= "),
     (("eval", "{out}"), "--num-images", str(10**12), "num_images = 1000000000000: must be an integer <= "),
     (("eval", "{out}"), "--image-size", str(2**30), "at image_size 1073741824"),
+    (("plan",), "--model.hidden-size", str(12 * 10**8), "has more bytes than can be counted"),
+    (("plan",), "--train.batch-size", str(10**15), "has more bytes than can be counted"),
+    (("plan",), "--model.depth", HUGE, "depth is 1000000000; it must be at most"),
+    (("sample", "{out}"), "--seed", "-1", "seed = -1: must be an integer >= 0"),
     (("bench",), "--ranks", HUGE, "--ranks = 1000000000: must be <= "),
 ]
 

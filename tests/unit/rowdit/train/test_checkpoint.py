@@ -225,6 +225,21 @@ def test_a_file_cut_short_is_named(name: str, tmp_path: Path) -> None:
         checkpoint.load(saved, build_state(config))
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
+def test_a_file_with_other_contents_of_the_same_size_is_named(name: str, tmp_path: Path) -> None:
+    """What reads it raises anything, down to errors that are no Exception."""
+    config = toy_config()
+    saved = _save(tmp_path, _trained(config, 1), config)
+    if name == "state.json":
+        (saved.path / name).write_text("{}")
+    else:
+        (saved.path / name).write_bytes(bytes((saved.path / name).stat().st_size))
+    with pytest.raises(
+        CheckpointError, match=r"step-0000001.*; remove .*step-0000001 to go on from the checkpoint before"
+    ):
+        checkpoint.load(saved, build_state(config))
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     config = toy_config()
     saved = _save(tmp_path, _trained(config, 1), config)

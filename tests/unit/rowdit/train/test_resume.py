@@ -136,3 +136,21 @@ def test_a_kill_amid_fresh_leaves_no_states_without_their_config(deletions: int,
     assert len(left) == max(0, 5 - deletions)
     assert "config.json" in left or "checkpoints" not in left
     assert "checkpoints" in left or "finished.json" not in left
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "{", "isn't JSON"),
+        ("config.json", "[]", "should be an object, but is a list"),
+        ("dataset.json", "[]", "should be an object, but is a list"),
+        ("dataset.json", "{}", "has no fingerprint"),
+        ("finished.json", "", "isn't JSON"),
+        ("finished.json", "{}", "has no diverged, step"),
+    ],
+)
+def test_a_damaged_record_is_named_with_the_way_out(tmp_path: Path, name: str, text: str, said: str) -> None:
+    _written(tmp_path, toy_config())
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"{name} {said}.*remove the folder .* to start over"):
+        train(toy_config(), toy_dataset(), tmp_path)
