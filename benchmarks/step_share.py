@@ -144,7 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--compile", action="store_true", help="row steps through torch.compile")
+    parser.add_argument("--compile", action="store_true", help="row steps by a compiled kernel")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/step_share.json and .md")
     options = parser.parse_args(argv)
     for name in ("batch", "rounds", "threads"):

@@ -77,8 +77,8 @@ class PeriodicRowMuon(Optimizer):
             read a step. A skipped step changes nothing and doesn't count.
         overlap: "backward" sends a refresh's first buckets out while backward still goes on, with the same result; see
             `accumulate`. Not with clipping, GradScaler or anything else that changes gradients after backward.
-        compile: row steps through ``torch.compile``: faster, but the first takes seconds, which a short run doesn't
-            earn back. On a CPU it needs a C++ compiler. Fake tensors take the eager path.
+        compile: row steps by a compiled kernel, in about half the time. On a CPU it needs a C++ compiler, and a second
+            for the first step; on other devices it is ``torch.compile``. Fake tensors take the eager path.
 
     Raises:
         ValueError: a setting out of range, a layout or parameter that can't be worked on; the parameter is named.

@@ -82,7 +82,7 @@ class Runtime:
     Args:
         rank: this process's global rank (0 where there is no process group).
         group_of: gives the process group over a tuple of global ranks.
-        compile_rows: whether row steps go through torch.compile.
+        compile_rows: whether row steps are compiled, see `rowmuon.compiled`.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ TARGETS = {
 _AT_LEAST = {"refresh_over_matmul"}
 _MEANING = {
     "row_over_adamw_fused": "a row step over AdamW(fused=True)",
-    "row_eager_over_adamw_fused": "the same, without torch.compile",
+    "row_eager_over_adamw_fused": "the same with compile=False",
     "k3_over_k1": "K = 3 (mean of a period) over K = 1",
     "refresh_over_matmul": "FLOP/s of a whole step with K = 1 over the best matrix product's",
 }
