@@ -18,10 +18,11 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,8 @@ TOLERANCE = 0.05  # between predicted and measured reduction, as parts of the st
 class Contender:
     """A model under FSDP2 and its optimizer(s); ``train`` and ``optimize`` take a whole period."""
 
+    settings: Mapping[str, Any] = {}  # of `rowmuon.PeriodicRowMuon`, beside what the name says
+
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model = DiT(
@@ -64,7 +67,7 @@ class Contender:
         groups = rowmuon.param_groups(self.model, rowmuon.rules.DIT, muon=muon, adamw=adamw)
         if name != "vanilla":
             refresh, period = name.split(" K=")
-            settings = {"adjust_lr_fn": "match_rms_adamw", "period": int(period), "refresh": refresh}
+            settings = {"adjust_lr_fn": "match_rms_adamw", "period": int(period), "refresh": refresh, **self.settings}
             return [rowmuon.PeriodicRowMuon(groups, lr=1e-3, **settings)]
         matrices = [
             {"params": group["params"], "chunks": group.get("chunks", 1)}

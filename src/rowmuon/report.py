@@ -62,6 +62,7 @@ def _options(optimizer: PeriodicRowMuon) -> dict[str, object]:
         "state_dtype": state_dtype,
         "comm_dtype": options.comm_dtype,
         "bucket_bytes": f"{options.bucket_bytes:,}",
+        "overlap": repr(optimizer.overlap),
         "skip_nonfinite": optimizer.skip_nonfinite,
         "compile": optimizer.compile,
     }

@@ -11,6 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import overlap_step  # noqa: E402
 import reporting  # noqa: E402
 import sharded_step  # noqa: E402
 import step_share  # noqa: E402
@@ -105,6 +106,20 @@ def test_train_step() -> None:
     for name in train_step.METHODS:
         assert f"| {name} " in done.stdout
     assert "With `vanilla` the optimizer takes" in done.stdout
+
+
+def test_overlap_step_compares_within_a_round() -> None:
+    pair = ("exchange K=1", "exchange K=1, backward")
+    assert overlap_step.names(overlap_step.parse(["--refresh", "exchange"])) == list(pair)
+    seconds = [{"whole": [2.0, 4.0], "step": [1.0, 1.0]}, {"whole": [1.0, 2.0], "step": [0.5, 0.25]}]
+    faster = [{"whole": [0.1, 0.1], "step": [0.1, 0.1]}] * 2
+    ranks = [
+        {"seconds": dict(zip(pair, by, strict=True)), "buckets": dict.fromkeys(pair, [1, 2])}
+        for by in (faster, seconds)
+    ]
+    found = overlap_step.summarize(ranks)  # the slowest rank counts
+    assert found[pair[1]]["less"] == {"whole": 1.5, "step": 0.625} and found[pair[1]]["less_of_whole"] == 0.5
+    assert found[pair[0]]["less"] == {"whole": 0.0, "step": 0.0}
 
 
 def test_train_step_predicts_from_the_share() -> None:
