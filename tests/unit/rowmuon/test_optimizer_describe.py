@@ -41,13 +41,18 @@ def test_describe_shows_routing_layout_buckets_and_cost() -> None:
 def test_describe_shows_how_it_is_computed() -> None:
     text = named_optimizer().describe()
     assert "computed with: refresh='exchange', stagger=False, ns_dtype=torch.bfloat16, state_dtype=the par" in text
-    assert "skip_nonfinite=False, compile=False" in text and "phase" not in text
+    assert "overlap=None, skip_nonfinite=False, compile=False" in text and "phase" not in text
     optimizer = named_optimizer(
-        refresh="gather", stagger=True, skip_nonfinite=True, state_dtype=torch.float32, bucket_bytes=4096
+        refresh="gather",
+        stagger=True,
+        skip_nonfinite=True,
+        state_dtype=torch.float32,
+        bucket_bytes=4096,
+        overlap="backward",
     )
     text = optimizer.describe()
     assert "refresh='gather', stagger=True" in text and "state_dtype=torch.float32" in text
-    assert "bucket_bytes=4,096, skip_nonfinite=True" in text
+    assert "bucket_bytes=4,096, overlap='backward', skip_nonfinite=True" in text
     rows = {line.split()[0]: line.split()[-2:] for line in text.splitlines() if line.startswith("attn.")}
     phases = [optimizer.state[group["params"][0]]["phase"] for group in optimizer.param_groups[:2]]
     assert (rows["attn.qkv"], rows["attn.out"]) == (["phase", str(phases[0])], ["phase", str(phases[1])])
