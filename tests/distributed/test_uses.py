@@ -179,6 +179,32 @@ def run_compiled() -> None:
             torch.testing.assert_close(found[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on PATH")
+@pytest.mark.parametrize("world_size", [2])
+def test_compiled_row_steps_under_fsdp2(ranks, world_size):
+    """Whose sharded parameters may get other memory between steps: here by a change of dtype and back."""
+    ranks(world_size).run(run_compiled_fsdp2)
+
+
+def run_compiled_fsdp2() -> None:
+    models = [make_toy().to(device_type()) for _ in range(2)]
+    for model in models:
+        fully_shard(model, mesh=mesh_of((2,)))
+    optimizers = [optimizer_for(model, compile=model is models[0]) for model in models]
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if step == 4:
+                before = [parameter.to_local().data_ptr() for parameter in model.parameters()]
+                model.double().float()
+                assert before != [parameter.to_local().data_ptr() for parameter in model.parameters()]
+            x, y = (tensor.to(device_type()) for tensor in batch(step))
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for fast, eager in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(fast.to_local(), eager.to_local(), rtol=1e-5, atol=1e-6)
+
+
 # ------------------------------------------------------------------------------------------------ built too early
 
 
