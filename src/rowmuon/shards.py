@@ -89,7 +89,7 @@ class Shard:
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Weight, momentum and gradient as (stack * rows, columns): what a row step works on. There is a gradient."""
         assert self.local_grad is not None
-        if self.local_weight.ndim == 2:  # they are that, whatever their strides
+        if self.local_weight.shape == self.box.shape[1:]:  # they are that, whatever their strides
             return self.local_weight, self.local_momentum, self.local_grad
         assert self.grad is not None
         return self.weight.flatten(0, 1), self.momentum.flatten(0, 1), self.grad.flatten(0, 1)

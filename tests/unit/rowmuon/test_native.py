@@ -181,12 +181,18 @@ class Waiting(Tensor):
         return function(*map(plain, args), **(kwargs or {}))
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "strided": lambda t: t.t().contiguous().t(),
     "negative": lambda t: torch._neg_view(-t),
     "fp16": lambda t: t.half(),
     "a subclass that dispatches": lambda t: t.as_subclass(Waiting),
     "no memory": lambda t: torch.empty_like(t, device="meta"),
+    "freed memory": lambda t: without_memory(t.clone()),
 }
 
 
