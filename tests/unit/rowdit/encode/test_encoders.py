@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -147,6 +148,22 @@ def test_a_damaged_vae_is_named(vae_folder, tmp_path):
     (tmp_path / "vae.safetensors").write_bytes((vae_folder / "vae.safetensors").read_bytes()[:-10])
     with pytest.raises(DataError, match="holds no autoencoder that can be read"):
         open_encoder(f"vae:{tmp_path}")
+
+
+def test_a_kill_between_the_two_files_leaves_no_autoencoder(tmp_path, monkeypatch):
+    """The new weights were once left beside the old scale."""
+    train_vae(shades(), tmp_path, SMALL, VAETraining(steps=1, batch_size=8))
+    replace = os.replace
+
+    def killed(source, target):
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rowdit.encode.train_vae.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_vae(shades(), tmp_path, SMALL, VAETraining(steps=2, batch_size=8))
+    with pytest.raises(DataError, match="vae.json doesn't exist; make it"):
+        open_encoder(f"vae:{tmp_path}", "cpu")
 
 
 def test_images_that_dont_fit_are_refused_before_training(tmp_path):
