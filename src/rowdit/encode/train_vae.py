@@ -130,8 +130,8 @@ def measure(vae: ConvVAE, dataset: Dataset, seed: int, device: str | torch.devic
 
 
 def save(vae: ConvVAE, facts: dict[str, Any], folder: Path) -> None:
-    """Both files, each whole or not at all. Without `vae.json` there is no autoencoder: it goes first and comes last, so
-    a kill never leaves one training's weights with the scale of another."""
+    """Both files, each whole or not at all. Without `vae.json` there is no autoencoder: it goes first and comes last,
+    so a kill never leaves one training's weights with the scale of another."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vae.json").unlink(missing_ok=True)
     part = folder / f"vae.safetensors.part-{os.getpid()}"
