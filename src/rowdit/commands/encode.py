@@ -106,8 +106,10 @@ def _in_processes(command: EncodeCommand) -> None:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
+    from rowdit.train.stop import end_with_parent
+
     threads = max(1, (os.cpu_count() or 1) // command.processes)
-    with ProcessPoolExecutor(command.processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(command.processes, get_context("spawn"), initializer=end_with_parent) as pool:
         jobs = [
             pool.submit(_encode_all, command, rank, command.processes, show=rank == 0, threads=threads)
             for rank in range(command.processes)

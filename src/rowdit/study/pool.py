@@ -28,7 +28,7 @@ from rowdit.study.summary import summarize_optimizers
 from rowdit.study.task import Task
 from rowdit.train.config import ConfigError, to_dict
 from rowdit.train.loop import train
-from rowdit.train.stop import Interrupted, StopRequest
+from rowdit.train.stop import Interrupted, StopRequest, end_with_parent
 from rowdit.train.world import World
 
 Row = dict[str, Any]
@@ -135,6 +135,7 @@ def _start_worker(stop_event: Event) -> None:
     scheduler or from the pool when another process has died: the run under way is saved first."""
     global _stop_event
     _stop_event = stop_event
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _on_sigterm)
     torch.set_num_threads(1)

@@ -1,11 +1,15 @@
-"""Ctrl-C as a request: the step under way is finished and the state saved before the program ends."""
+"""Ctrl-C as a request: the step under way is finished and the state saved before the program ends. And the end of
+processes whose parent was killed."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
@@ -14,6 +18,20 @@ SAME_SECONDS = 2.0
 
 class Interrupted(BaseException):
     """Raised by work that was told to stop and has nothing to save. As KeyboardInterrupt, it is no Exception."""
+
+
+def end_with_parent() -> None:
+    """Ends this process as soon as the one that started it is gone, however that ended; for workers, which would
+    otherwise finish their work and then wait for more for ever, since a killed parent tells nobody."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class StopRequest:
