@@ -72,8 +72,9 @@ def run(arguments: list[str]) -> int:
         print(measure_times(study, out, console))
         return 0
     from rowdit.models.parallel import ParallelConfig
+    from rowdit.study.markdown import write_markdown
     from rowdit.study.page import write_page
-    from rowdit.study.run import print_study, run_study
+    from rowdit.study.run import by_name, print_study, read_rows, run_study, write_tables
     from rowdit.study.staging import Part
     from rowdit.train.world import join_world
 
@@ -84,8 +85,11 @@ def run(arguments: list[str]) -> int:
             complete = run_study(study, out, num_processes=options.processes, part=part, world=world, console=console)
             if not world.is_main:
                 return 0
+    rows = read_rows(out)
+    write_tables(study, out, rows)
     print_study(study, out, console)
-    print(f"numbers  {out / 'headline.json'}, {out / 'study.csv'}\npage     {write_page(study, out)}")
+    tables = write_markdown(study, out, by_name(rows))
+    print(f"numbers  {out / 'headline.json'}, {out / 'study.csv'}, {tables}\npage     {write_page(study, out)}")
     if not complete:
         return fail(f"stopped; everything is saved. To go on: {shlex.join(['rowdit', 'study', *arguments])}", 130)
     return 0

@@ -77,6 +77,8 @@ class Case:
 class Study:
     """A whole study. What is tuned is tuned on `tuning_seeds`, none of which is one of `seeds`.
 
+    `periodic` is the label of the entry that stands for the periodic method in the headline; it runs on all seeds.
+
     Raises:
         ConfigError: names that are unknown or used twice, circles of `follow`, no tuning seed, or one among the seeds.
     """
@@ -85,6 +87,7 @@ class Study:
     entries: Mapping[str, Entry]
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     tuning_seeds: tuple[int, ...] = (100,)
+    periodic: str = "periodic"
 
     def __post_init__(self) -> None:
         if not self.tuning_seeds or set(self.tuning_seeds) & set(self.seeds):
@@ -98,6 +101,8 @@ class Study:
         for case in self.cases:
             _check_follow(f"case {case.name!r}", case.follow, names[: names.index(case.name)])
         labels = list(self.entries)
+        if self.periodic in labels and self.entries[self.periodic].num_seeds is not None:
+            raise ConfigError(f"periodic = {self.periodic!r}: that entry doesn't run on all seeds")
         for label, entry in self.entries.items():
             _check_follow(f"entry {label!r}", entry.follow, labels[: labels.index(label)])
             for name in entry.cases or ():
@@ -126,6 +131,11 @@ class Study:
     def seeds_of(self, label: str) -> tuple[int, ...]:
         """The seeds that an entry runs on: the first ones, so that any two entries share all of the shorter list."""
         return self.seeds[: self.entries[label].num_seeds]
+
+    def contenders(self) -> list[str]:
+        """The entries that could stand for the periodic method in the headline: those on all seeds, its own first."""
+        others = [label for label, entry in self.entries.items() if entry.num_seeds is None]
+        return [label for label in dict.fromkeys([self.periodic, *others]) if label not in ("adamw", "muon")]
 
     def tuning_seeds_of(self, case: Case, label: str) -> tuple[int, ...]:
         """The seeds that an entry is tuned on in a case, the first ones likewise."""

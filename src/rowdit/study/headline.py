@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from rowdit.models.dit import DiT, DiTConfig
-from rowdit.study.cases import HEADLINE, Study
+from rowdit.study.cases import Study
 from rowdit.study.evaluator import SCORE_NAME
 from rowdit.study.staging import Rows, seed_task, tuning
 from rowdit.study.summary import best_row
@@ -43,27 +43,29 @@ KEYS = (
 )
 
 
-def headline_runs(study: Study, rows: Rows) -> list[Run]:
+def headline_runs(study: Study, rows: Rows, periodic: str | None = None) -> list[Run]:
     """The headline of what has run: for each case the seeds that all three optimizers have finished.
 
     Args:
-        study: with headline entries under the labels "adamw", "muon" and "periodic".
+        study: with entries "adamw" and "muon", and one for the periodic method.
         rows: finished runs by name.
+        periodic: label of the entry that stands for the periodic method; None takes the study's.
     """
-    labels = [label for label in OPTIMIZERS if label in study.entries and study.entries[label].question == HEADLINE]
+    labels = {"adamw": "adamw", "muon": "muon", "periodic": periodic or study.periodic}
+    labels = {name: label for name, label in labels.items() if label in study.entries}
     runs = []
     for case in study.cases:
-        own = [label for label in labels if case in study.cases_of(label)]
-        choices = {label: tuning(study, case, label, rows).choice for label in own}
+        own = {name: label for name, label in labels.items() if case in study.cases_of(label)}
+        choices = {name: (label, tuning(study, case, label, rows).choice) for name, label in own.items()}
         for seed in study.seeds:
             found = {}
-            for label, choice in choices.items():
+            for name, (label, choice) in choices.items():
                 row = rows.get(seed_task(case, choice, label, seed).name) if choice else None
                 if row is not None:
-                    found[label] = row
+                    found[name] = row
             if own and len(found) == len(own):
                 place = (case.dataset, case.size, count_parameters(case.comparison.model))
-                runs += [run_of_row(*place, label, row) for label, row in found.items()]
+                runs += [run_of_row(*place, name, row) for name, row in found.items()]
     return runs
 
 

@@ -18,7 +18,7 @@ from rowdit.study.table import new_table
 from rowdit.train.config import ConfigError
 
 TIMES_NAME = "times.json"
-_PAIR_NAMES = {
+PAIR_NAMES = {
     ("muon", "adamw"): "Muon against AdamW",
     ("periodic", "adamw"): "periodic against AdamW",
     ("periodic", "muon"): "periodic against Muon",
@@ -84,7 +84,7 @@ def _scores(case: CaseNumbers) -> Table:
 
 def _differences(case: CaseNumbers) -> Table:
     table = new_table("paired differences", "best", "final", "loss", first="", wrap=True)
-    for pair, name in _PAIR_NAMES.items():
+    for pair, name in PAIR_NAMES.items():
         if pair in case.differences:
             own = case.differences[pair]
             table.add_row(name, percent(own["best"]), percent(own["final"]), percent(own["loss"]))
