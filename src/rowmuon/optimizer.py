@@ -362,10 +362,10 @@ class PeriodicRowMuon(Optimizer):
         ]
 
     def _shards(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> list[Shard]:
-        hypers: dict[int, Hyper] = {}
+        hypers = {id(group): Hyper.of(group) for group in self.param_groups if group["algorithm"] == "muon"}
         shards = []
         for parameter, group, _ in muon:
-            hyper = hypers.setdefault(id(group), Hyper.of(group))
+            hyper = hypers[id(group)]
             momentum, layout = self.state[parameter]["momentum_buffer"], self._layouts[parameter]
             shards.append(make_shard(parameter, momentum, layout, self._runtime.rank, group, hyper))
         return shards
