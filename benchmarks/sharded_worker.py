@@ -25,11 +25,19 @@ from vanilla import VanillaMuon
 
 import rowmuon
 import rowmuon.runtime
+from rowmuon.buckets import Route
+from rowmuon.exchange import Exchange
 from rowmuon.orthogonalize import resolve_coefficients
+from rowmuon.traffic import StepTraffic
 
 LR, WEIGHT_DECAY = 1e-3, 0.01
 TRACED = ("gather K=1", "exchange K=1")
-COLLECTIVES = ("all_to_all_single", "all_gather_single", "all_gather_into_tensor")
+COLLECTIVES = (
+    (dist, "all_gather_single"),
+    (dist, "all_gather_into_tensor"),
+    (Exchange, "send_out"),
+    (Exchange, "send_back"),
+)
 
 
 @dataclass
@@ -65,7 +73,7 @@ class Blocking:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+        originals = [(owner, name, getattr(owner, name)) for owner, name in COLLECTIVES if hasattr(owner, name)]
 
         def blocking(original: Callable[..., dist.Work | None]) -> Callable[..., dist.Work | None]:
             def call(*args: object, **kwargs: object) -> dist.Work | None:
@@ -79,12 +87,12 @@ class Blocking:
             return call
 
         try:
-            for name, original in originals.items():
-                setattr(dist, name, blocking(original))
+            for owner, name, original in originals:
+                setattr(owner, name, blocking(original))
             yield
         finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+            for owner, name, original in originals:
+                setattr(owner, name, original)
 
 
 # ---------------------------------------------------------------------------------------------------- contenders
@@ -154,26 +162,43 @@ def make_contenders(
 # ----------------------------------------------------------------------------------------------------- measuring
 
 
-def direction_cosines(contender: Contender, matrices: Sequence[Matrix]) -> dict[str, float]:
-    """Takes the first step and compares its update's direction with the orthogonalisation of the whole matrix.
+def expected_directions(matrices: Sequence[Matrix], mesh: DeviceMesh) -> dict[str, list[Tensor]]:
+    """This rank's rows of each matrix's gradient, orthogonalised in fp32.
+
+    "whole": the matrix as it is, or its chunks. "shard": each rank's rows by themselves, which is a known fault.
+    """
+    coefficients = resolve_coefficients("keller_jordan", 5)
+    expected: dict[str, list[Tensor]] = {"whole": [], "shard": []}
+    for index, matrix in enumerate(matrices):
+        grad = random_pair(matrix, index)[1]
+        kinds = {"whole": grad.chunk(matrix.chunks), "shard": grad.chunk(mesh.size())}
+        for kind, parts in kinds.items():
+            whole = torch.cat([rowmuon.newton_schulz(p, coefficients, dtype=torch.float32) for p in parts])
+            expected[kind].append(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None).to_local().clone())
+    return expected
+
+
+def direction_cosines(
+    contender: Contender, matrices: Sequence[Matrix], expected: dict[str, list[Tensor]]
+) -> dict[str, float]:
+    """Takes the first step and compares its update's direction with each of the expected ones.
 
     From zero momentum the direction is the gradient's for any kind of momentum, and a cosine knows no scale; so this
-    holds for optimizers of any convention. "shard": the same with each rank's rows orthogonalised by themselves, which
-    is a known fault. Returned are the smallest cosines over the matrices.
+    holds for optimizers of any convention. Returned are the smallest cosines over the matrices.
     """
-    before = [param.detach().full_tensor().clone() for param in contender.params]
+    before = [param.detach().to_local().clone() for param in contender.params]
     one_step(contender)
-    coefficients = resolve_coefficients("keller_jordan", 5)
-    worst = {"whole": 1.0, "shard": 1.0}
-    for index, (matrix, old, param) in enumerate(zip(matrices, before, contender.params, strict=True)):
-        update = old * (1 - LR * WEIGHT_DECAY) - param.detach().full_tensor()
-        grad = random_pair(matrix, index)[1]
-        kinds = {"whole": grad.chunk(matrix.chunks), "shard": grad.chunk(dist.get_world_size())}
-        for kind, parts in kinds.items():
-            expected = torch.cat([rowmuon.newton_schulz(p, coefficients, dtype=torch.float32) for p in parts])
-            cosine = torch.nn.functional.cosine_similarity(update.flatten(), expected.flatten(), dim=0)
-            worst[kind] = min(worst[kind], float(cosine))
-    return worst
+    products = torch.zeros(len(expected), len(matrices), 3, dtype=torch.float64)
+    for index, (old, param) in enumerate(zip(before, contender.params, strict=True)):
+        update = (old * (1 - LR * WEIGHT_DECAY) - param.detach().to_local()).double()
+        for products_of_kind, directions in zip(products, expected.values(), strict=True):
+            direction = directions[index].double()
+            products_of_kind[index] += torch.stack(
+                [(update * direction).sum(), update.square().sum(), direction.square().sum()]
+            )
+    dist.all_reduce(products)
+    cosines = products[..., 0] / (products[..., 1] * products[..., 2]).sqrt()
+    return dict(zip(expected, cosines.amin(1).tolist(), strict=True))
 
 
 def one_step(contender: Contender) -> dict[str, object]:
@@ -232,23 +257,30 @@ def differences(contenders: Sequence[Contender], matrices: Sequence[Matrix]) -> 
     return {name: float((square / squares[-1]).sqrt()) for name, square in zip(names, squares, strict=False)}
 
 
-def trace_refresh(contender: Contender, path: Path) -> dict[str, int]:
+def trace_refresh(contender: Contender, path: Path) -> dict[str, int | None]:
     """Profiles a refresh on every rank, writes rank 0's timeline, and counts what overlapped in it.
 
-    "spanned": orthogonalisations that ran, from start to end, while one collective was under way.
+    "spanned": orthogonalisations that ran, from start to end, while one collective was under way. Single messages don't
+    count: a timeline has them until somebody waits for them, and not until they have come. What of them overlaps is
+    seen in "sent_meanwhile" of "sent": bytes that left the rank's interface during its orthogonalisations, and in all.
     """
     original = rowmuon.runtime.newton_schulz
+    sent_meanwhile = 0
 
     def named(*args: object, **kwargs: object) -> Tensor:
-        with torch.profiler.record_function("newton_schulz"):
-            return original(*args, **kwargs)
+        nonlocal sent_meanwhile
+        with SentBytes() as sent, torch.profiler.record_function("newton_schulz"):
+            result = original(*args, **kwargs)
+        sent_meanwhile += sent.value or 0
+        return result
 
     rowmuon.runtime.newton_schulz = named
     try:
         dist.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            contender.optimizer.step()
-        dist.barrier()
+        with SentBytes() as sent:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                contender.optimizer.step()
+            dist.barrier()
     finally:
         rowmuon.runtime.newton_schulz = original
     if dist.get_rank() == 0:
@@ -256,11 +288,17 @@ def trace_refresh(contender: Contender, path: Path) -> dict[str, int]:
     ranges = {"gloo:": [], "newton_schulz": []}
     for event in profiler.events():
         for prefix, found in ranges.items():
-            if event.name.startswith(prefix):
+            if event.name.startswith(prefix) and event.name not in ("gloo:send", "gloo:recv"):
                 found.append((event.time_range.start, event.time_range.end))
     collectives, computed = ranges.values()
     spanned = sum(any(start <= a and b <= end for start, end in collectives) for a, b in computed)
-    return {"collectives": len(collectives), "orthogonalizations": len(computed), "spanned": spanned}
+    return {
+        "collectives": len(collectives),
+        "orthogonalizations": len(computed),
+        "spanned": spanned,
+        "sent": sent.value,
+        "sent_meanwhile": None if sent.value is None else sent_meanwhile,
+    }
 
 
 def link_rates() -> dict[str, float]:
@@ -269,10 +307,20 @@ def link_rates() -> dict[str, float]:
         return {}
     num_ranks, part = dist.get_world_size(), torch.zeros(1 << 19)
     whole, other = (part.new_zeros(part.numel() * num_ranks) for _ in range(2))
+    counts = (part.numel(),) * num_ranks
+    route = Route(tuple(range(num_ranks)), (), counts, counts, (), (), ())
+
+    def exchange() -> None:
+        """Out alone."""
+        both = Exchange(whole, route, dist.get_rank(), dist.group.WORLD)
+        both.send_out(other, StepTraffic(), comes_back=False).wait()
+        both.finish_sending()
+
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     collectives = {
         "all-gather": lambda: gather(whole, part),
-        "all-to-all": lambda: dist.all_to_all_single(whole, other),
+        "exchange": exchange,
+        "gloo's all-to-all": lambda: dist.all_to_all_single(whole, other),
     }
     rates = {}
     for name, collective in collectives.items():
@@ -305,8 +353,9 @@ def main() -> None:
     rates = link_rates()
     contenders = make_contenders(options.methods, matrices, mesh, options.bucket_bytes)
     cosines = {}
+    expected = expected_directions(matrices, mesh)
     for contender in contenders:  # also warms up: the first steps make plans, connections and compiled functions
-        cosines[contender.name] = direction_cosines(contender, matrices)
+        cosines[contender.name] = direction_cosines(contender, matrices, expected)
         for _ in range(contender.period - 1):
             one_step(contender)
         one_period(contender)

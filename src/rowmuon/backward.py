@@ -223,7 +223,7 @@ class BackwardOverlap:
         for index in here.queue:
             self._send(here, index)
         for flight in here.sent.values():
-            flight.wait()
+            flight.give_up()
         _add(here.counts, self._optimizer.traffic[kind_of_step([due for *_, due in here.muon])])
 
     def _take(self) -> _Round | None:
@@ -295,7 +295,7 @@ def _add(counts: StepTraffic, total: StepTraffic) -> None:
 
 def _hand_over(flight: Flight) -> None:
     """FSDP2 calls hooks on a stream of its own: memory from there mustn't be reused while this one works on it."""
-    for tensor in (*flight.buffers, flight.received):
+    for tensor in (*flight.buffers, flight.received, flight.home):
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

@@ -89,6 +89,11 @@ class Route:
     replicas: tuple[int, ...] = ()
     shares: tuple[Share, ...] = ()
 
+    @cached_property
+    def home_numel(self) -> int:
+        """Of the buffer to which this rank's parts come home. What replicas gather of it may reach beyond its end."""
+        return max(sum(piece.numel for piece in self.home), *(share.start + share.count for share in self.shares), 0)
+
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
@@ -96,6 +101,7 @@ class Bucket:
 
     kind: "local" (whole on their rank), "gather" (all-gather, every rank computes all) or "exchange" (all-to-all).
     layouts: of the entries that occur, by entry.
+    largest: the size of its largest buffer on any rank, in elements.
     bucket_bytes: what replicas gather at a time; at least one matrix.
     shares_replicas: the replicas divide the matrices between them and gather the results.
     """
@@ -108,6 +114,7 @@ class Bucket:
     num_flops: int
     matrices: tuple[Matrix, ...]
     layouts: dict[int, Layout] = field(repr=False)
+    largest: int
     bucket_bytes: int = 64 << 20
     shares_replicas: bool = False
     _routes: dict[int, Route] = field(default_factory=dict, init=False, repr=False)
@@ -120,6 +127,12 @@ class Bucket:
     @property
     def matrix_numel(self) -> int:
         return self.num_rows * self.num_cols
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its largest buffer on any rank."""
+        gathered = max(self.bucket_bytes, self.matrix_numel * self.comm_dtype.itemsize) if self.shares_replicas else 0
+        return max(self.largest * self.comm_dtype.itemsize, gathered)
 
     def part(self, position: int, rank: int) -> Box:
         """What ``rank`` holds of the matrix at ``position``."""

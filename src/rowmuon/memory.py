@@ -58,31 +58,30 @@ class _Account:
     # ------------------------------------------------------------------------------------------------ the step
 
     def run(self) -> int:
-        buckets = self.plan.buckets
-        ahead = {i: self._send(buckets[i], ahead=True) for i in self.plan.ahead}
-        for i in ahead:
-            self._take_gradients(buckets[i])
+        sent, applied = self.plan.schedule.sent, (*self.plan.schedule.applied, len(self.plan.buckets))
+        arriving = {i: self._send(self.plan.buckets[i], ahead=True) for i in self.plan.ahead}
+        for i in arriving:
+            self._take_gradients(self.plan.buckets[i])
         sums = self._start_split_rows()
-        arriving = ahead.pop(0, None) or self._send_ahead(0)
+        self._send_ahead(range(sent[0]), arriving)
         self.use([self._row_bytes(self.plan.rows)])
         self.drop(sums)
         returning: list[_Flight] = []
-        for i, bucket in enumerate(buckets):
-            flight = arriving or self._send_out(bucket)
-            arriving = ahead.pop(i + 1, None) or self._send_ahead(i + 1)
+        for i, bucket in enumerate(self.plan.buckets):
+            flight = arriving.pop(i, None) or self._send_out(bucket)
+            self._send_ahead(range(sent[i], sent[i + 1]), arriving)
             self._orthogonalize(flight)
             returning.append(flight)
-            self._land(returning, in_flight=1)
-        self._land(returning, in_flight=0)
+            self._land(returning, num_kept=i + 1 - applied[i + 1])
         assert self.now == 0
         return self.peak
 
-    def _land(self, returning: list[_Flight], in_flight: int) -> None:
-        for flight in returning[: len(returning) - in_flight]:
+    def _land(self, returning: list[_Flight], num_kept: int) -> None:
+        for flight in returning[:-1] if num_kept else returning:
             if flight.sharing_is_due:
                 self._start_sharing(flight)
-        while len(returning) > in_flight:
-            if in_flight and returning[0].route.shares and len(returning) == in_flight + 1:
+        while len(returning) > num_kept:
+            if num_kept and returning[0].route.shares and len(returning) == num_kept + 1:
                 break
             self._apply(returning.pop(0))
 
@@ -109,9 +108,10 @@ class _Account:
 
     # --------------------------------------------------------------------------------------------- the pipeline
 
-    def _send_ahead(self, index: int) -> _Flight | None:
-        buckets = self.plan.buckets
-        return self._send_out(buckets[index]) if index < len(buckets) and travels(buckets[index]) else None
+    def _send_ahead(self, which: Iterable[int], arriving: dict[int, _Flight]) -> None:
+        for i in which:
+            if i not in arriving and travels(self.plan.buckets[i]):
+                arriving[i] = self._send_out(self.plan.buckets[i])
 
     def _take_gradients(self, bucket: Bucket) -> None:
         for entry, layout in bucket.layouts.items():
@@ -126,12 +126,12 @@ class _Account:
         flight = _Flight(bucket, bucket.route(self.rank))
         route, itemsize = flight.route, bucket.comm_dtype.itemsize
         numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
-        send = self.make(numel * itemsize)
+        send = self.make((route.home_numel if needs_exchange(bucket) else numel) * itemsize)
         self._touch(bucket, route.mine, ahead)
         if bucket.kind == "gather":
             flight.buffers, flight.received = send, self.make(send * len(route.group))
-        elif travels(bucket):
-            flight.buffers, flight.received = send, self.make(sum(route.recv_counts) * itemsize)
+        elif needs_exchange(bucket):
+            flight.home, flight.received = send, self.make(sum(route.recv_counts) * itemsize)
         else:
             flight.received = send
         return flight
@@ -157,16 +157,15 @@ class _Account:
             self.drop(stack)
             return
         send = numel * itemsize
-        home = [sum(piece.numel for piece in route.home), *(share.start + share.count for share in route.shares)]
         if needs_exchange(bucket):
             if bucket.comm_dtype != workspace.dtype or not lies_in_order(bucket, route):
                 self.make(send)
                 self.drop(stack)
-            flight.received = self.make(max(home) * itemsize)
+            flight.received, flight.home = flight.home, 0
             flight.buffers = send
             flight.sharing_is_due = bool(route.shares)
         else:
-            flight.received = self.make(max(home) * itemsize)
+            flight.received = self.make(route.home_numel * itemsize)
             self.drop(stack)
             if route.shares:
                 self._start_sharing(flight)

@@ -118,6 +118,10 @@ class _Part:
         self._stacks: dict[object, int] = {}  # by owner
         self._held: dict[int, Held] = {}  # by replica
 
+    @property
+    def largest(self) -> int:
+        return max(self.stack, self.message)
+
     def add(self, matrices: Sequence[Matrix]) -> None:
         for matrix in matrices:
             self._add(matrix, self.entries[matrix.entry].layout)
@@ -142,8 +146,10 @@ def cut_into_buckets(
     entries: Sequence[Entry],
     dtype: torch.dtype,
     options: PlanOptions,
-) -> Iterator[list[Matrix]]:
+) -> Iterator[tuple[list[Matrix], int]]:
     """Cuts matrices of one shape into buckets whose every buffer fits ``bucket_bytes`` on every rank.
+
+    With each bucket's matrices comes the size of its largest buffer on any rank, in elements.
 
     Two things always fit, or ranks would idle. Every rank may own one matrix; and of matrices that lie unevenly, as
     chunks do, it may send as much as two. And all that a gather must receive to get one matrix stays together: it is
@@ -155,15 +161,15 @@ def cut_into_buckets(
         matrices = _by_turns(matrices, max(1, limit // numel), rotate=shares)
     part = _Part(kind, entries)
     for _, unit in itertools.groupby(matrices, lambda matrix: _unit(matrix, kind, entries)):
-        members = list(unit)
+        members, before = list(unit), part.largest
         part.add(members)
         fits = part.stack <= max(limit, numel) and part.message <= max(limit, 2 * numel if kind == "exchange" else 0)
         if not fits and len(part.matrices) > len(members):
-            yield part.matrices[: -len(members)]
+            yield part.matrices[: -len(members)], before
             part = _Part(kind, entries)
             part.add(members)
     if part.matrices:
-        yield part.matrices
+        yield part.matrices, part.largest
 
 
 def _by_turns(matrices: Sequence[Matrix], at_once: int, rotate: bool) -> list[Matrix]:

@@ -20,6 +20,7 @@ from rowmuon.buckets import Bucket, Matrix, needs_exchange, travels
 from rowmuon.layout import Layout
 from rowmuon.memory import peak_bytes
 from rowmuon.owners import assign_owners, cut_into_buckets, sharing_pays
+from rowmuon.schedule import Schedule, make_schedule
 
 __all__ = ["Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
 
@@ -126,6 +127,10 @@ class StepPlan:
     buckets: tuple[Bucket, ...]
     rows: tuple[int, ...]
     options: PlanOptions
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return make_schedule(self.buckets, self.options.bucket_bytes)
 
     def split_rows(self, rank: int) -> list[SplitRows]:
         """The entries in ``rows`` whose row norms need a sum over other ranks, by process group (and sums' dtype)."""
@@ -255,7 +260,7 @@ def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], opt
     for ((num_rows, num_cols), dtype, _, _), of_class in sorted(
         classes.items(), key=lambda item: -entries[item[1][0].entry].num_flops * len(item[1])
     ):
-        for part in cut_into_buckets(of_class, kind, shares, entries, dtype, options):
+        for part, largest in cut_into_buckets(of_class, kind, shares, entries, dtype, options):
             nothing_to_send = not shares and all(entries[m.entry].layout.matrices_are_whole for m in part)
             kind_here = "local" if kind == "exchange" and nothing_to_send else kind
             buckets.append(
@@ -268,6 +273,7 @@ def _family_buckets(kind: str, members: list[int], entries: Sequence[Entry], opt
                     entries[part[0].entry].num_flops,
                     tuple(part),
                     {matrix.entry: entries[matrix.entry].layout for matrix in part},
+                    largest,
                     options.bucket_bytes,
                     shares,
                 )

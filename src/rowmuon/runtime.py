@@ -1,14 +1,14 @@
-"""Runs a plan on this rank's tensors. The only file that calls a collective.
+"""Runs a plan on this rank's tensors. With `exchange`, the only file that calls a collective.
 
-A refresh is a pipeline over the buckets. While one is orthogonalised, the next one's momentum is on its way in and the
-previous one's rows are on their way home; whatever else the step has to do (row steps, AdamW) fills the first wait.
+A refresh is a pipeline over the buckets. While one is orthogonalised, the next ones' momentum is on its way in and the
+previous ones' rows are on their way home; whatever else the step has to do (row steps, AdamW) fills the first wait.
 Every rank issues the same collectives in the same order, whatever it holds and whether its gradients exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmuon.buckets import Bucket, Piece, Route, needs_exchange, travels
+from rowmuon.exchange import Exchange, Work, explained
 from rowmuon.orthogonalize import newton_schulz
 from rowmuon.plan import StepPlan
 from rowmuon.shards import (
@@ -40,30 +41,17 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 waiting for and applying what a refresh moves), "newton_schulz", "row_step" and "adamw". They never nest."""
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A collective under way."""
-
-    work: dist.Work | None
-    rank: int
-    ranks: tuple[int, ...]
-
-    def wait(self) -> None:
-        if self.work is not None:
-            with _explained(self.rank, self.ranks):
-                self.work.wait()
-
-
 @dataclass
 class Flight:
     """A bucket on its way through the pipeline."""
 
     bucket: Bucket
     route: Route
-    work: _Work | None = None
+    work: Work | None = None
     buffers: list[Tensor] = field(default_factory=list)  # kept until the collective that uses them is done
     received: Tensor | None = None
-    home: Tensor | None = None  # this rank's rows, while they are passed on to the other replicas
+    exchange: Exchange | None = None
+    home: Tensor | None = None  # this rank's rows: to be sent out, coming back, or being passed on to other replicas
     sharing_is_due: bool = False  # replicas still have to pass the result on
 
     def wait(self) -> Tensor:
@@ -74,6 +62,17 @@ class Flight:
         received, self.received = self.received, None
         self.buffers.clear()
         return received
+
+    def expect_back(self) -> None:
+        """Once it is certain that it will go all the way; on all ranks in the order in which they were sent."""
+        if self.exchange is not None:
+            self.exchange.expect_back()
+
+    def give_up(self) -> None:
+        """Waits for what is under way, and goes no further."""
+        self.wait()
+        if self.exchange is not None:
+            self.exchange.finish_sending()
 
 
 class Runtime:
@@ -118,15 +117,18 @@ class Runtime:
         Args:
             plan, shards: what to do, and this rank's tensors by the plan's entries.
             counts: of this kind of step.
-            fill: other local work, run while the first bucket is on its way.
+            fill: other local work, run while the first buckets are on their way.
             phase: a stop-watch.
             sent: buckets that `send` has sent out already, by their positions; the first ones that travel.
         """
-        buckets, ahead = plan.buckets, dict(sent or {})
+        out, applied = plan.schedule.sent, (*plan.schedule.applied, len(plan.buckets))
+        arriving = dict(sent or {})
+        for early in arriving.values():
+            early.expect_back()
         with phase("row_step"):
             sums = self._start_split_rows(plan, shards, counts)
         with phase("gather"):
-            arriving = ahead.pop(0, None) or self._send_ahead(buckets, 0, shards, counts)
+            self._send_ahead(plan, range(out[0]), arriving, shards, counts)
         if fill is not None:
             with phase("adamw"):
                 fill()
@@ -137,24 +139,22 @@ class Runtime:
             while sums:
                 sums.pop(0)()  # and its buffers go
         returning: list[Flight] = []
-        for i, bucket in enumerate(buckets):
+        for i, bucket in enumerate(plan.buckets):
             with phase("gather"):
-                flight = arriving or self._send_out(bucket, shards, counts)
-                arriving = ahead.pop(i + 1, None) or self._send_ahead(buckets, i + 1, shards, counts)
+                flight = arriving.pop(i, None) or self._send_out(bucket, shards, counts)
+                self._send_ahead(plan, range(out[i], out[i + 1]), arriving, shards, counts)
             self._orthogonalize(flight, plan, shards, counts, phase)
             returning.append(flight)
             with phase("gather"):
-                self._land(returning, shards, counts, in_flight=1)
-        with phase("gather"):
-            self._land(returning, shards, counts, in_flight=0)
+                self._land(returning, shards, counts, num_kept=i + 1 - applied[i + 1])
 
-    def _land(self, returning: list[Flight], shards: Sequence[Shard], counts: StepTraffic, in_flight: int) -> None:
+    def _land(self, returning: list[Flight], shards: Sequence[Shard], counts: StepTraffic, num_kept: int) -> None:
         """Applies what has come home, but leaves the youngest flights under way while the next bucket is computed."""
-        for flight in returning[: len(returning) - in_flight]:
+        for flight in returning[:-1] if num_kept else returning:
             if flight.sharing_is_due:
                 self._start_sharing(flight, counts)
-        while len(returning) > in_flight:
-            if in_flight and returning[0].route.shares and len(returning) == in_flight + 1:
+        while len(returning) > num_kept:
+            if num_kept and returning[0].route.shares and len(returning) == num_kept + 1:
                 break  # its results have only now set out for the other replicas
             self._apply(returning.pop(0), shards, counts)
 
@@ -174,14 +174,14 @@ class Runtime:
             del parts
             counts.num_collectives += 1
             counts.bytes_sent += 2 * (len(ranks) - 1) * total.numel() * total.element_size() // len(ranks)
-            with _explained(self.rank, ranks):
-                work = _Work(dist.all_reduce(total, group=self.group_of(ranks), async_op=True), self.rank, ranks)
+            with explained(self.rank, ranks):
+                work = Work([dist.all_reduce(total, group=self.group_of(ranks), async_op=True)], self.rank, ranks)
 
             def finish(
                 members: tuple[int, ...] = members,
                 sizes: list[int] = sizes,
                 total: Tensor = total,
-                work: _Work = work,
+                work: Work = work,
             ) -> None:
                 work.wait()
                 for index, sums in zip(members, total.split(sizes), strict=True):
@@ -193,39 +193,54 @@ class Runtime:
     # --------------------------------------------------------------------------------------------- the pipeline
 
     def _send_ahead(
-        self, buckets: Sequence[Bucket], index: int, shards: Sequence[Shard], counts: StepTraffic
-    ) -> Flight | None:
-        """Sends a bucket out before its turn, if there is one and it has a way to go; else it only takes memory."""
-        if index < len(buckets) and travels(buckets[index]):
-            return self._send_out(buckets[index], shards, counts)
-        return None
+        self,
+        plan: StepPlan,
+        which: Iterable[int],
+        arriving: dict[int, Flight],
+        shards: Sequence[Shard],
+        counts: StepTraffic,
+    ) -> None:
+        """Sends those buckets out before their turn that have a way to go; the others would only take memory."""
+        for i in which:
+            if i not in arriving and travels(plan.buckets[i]):
+                arriving[i] = self._send_out(plan.buckets[i], shards, counts)
 
     def _send_out(self, bucket: Bucket, shards: Sequence[Shard], counts: StepTraffic) -> Flight:
         for entry in bucket.layouts:
             take_gradient(shards[entry])
-        return self.send(bucket, shards, counts)
+        return self.send(bucket, shards, counts, comes_back=True)
 
-    def send(self, bucket: Bucket, shards: Sequence[Shard] | Mapping[int, Shard], counts: StepTraffic) -> Flight:
-        """Packs this rank's directions of a bucket and sends them to those who orthogonalise; changes no shard."""
+    def send(
+        self,
+        bucket: Bucket,
+        shards: Sequence[Shard] | Mapping[int, Shard],
+        counts: StepTraffic,
+        *,
+        comes_back: bool = False,
+    ) -> Flight:
+        """Packs this rank's directions of a bucket and sends them to those who orthogonalise; changes no shard.
+
+        Without ``comes_back`` the flight may still be given up.
+        """
         route = bucket.route(self.rank)
         if bucket.kind == "local":
             route = with_gradients(bucket, route, shards)
         flight = Flight(bucket, route)
         numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
-        send = self._empty(numel, bucket, shards)
+        send = self._empty(route.home_numel if needs_exchange(bucket) else numel, bucket, shards)
         for piece in route.mine:
             write_part(shards[bucket.matrices[piece.matrix].entry], piece, send)
         if bucket.kind == "gather":
             flight.received = self._empty(numel * len(route.group), bucket, shards)
             flight.work = self._all_gather(flight.received, send, route.group, counts)
         elif needs_exchange(bucket):
-            flight.received = self._empty(sum(route.recv_counts), bucket, shards)
-            flight.work = self._all_to_all(
-                flight.received, send, route.recv_counts, route.send_counts, route.group, counts
-            )
+            flight.home, flight.received = send, self._empty(sum(route.recv_counts), bucket, shards)
+            flight.exchange = self._exchange(send[:numel], route)
+            flight.work = flight.exchange.send_out(flight.received, counts, comes_back=comes_back)
         else:
             flight.received = send
-        flight.buffers.append(send)
+        if bucket.kind == "gather":
+            flight.buffers.append(send)
         return flight
 
     def _orthogonalize(
@@ -252,20 +267,17 @@ class Runtime:
                     part = stack[slot[piece.matrix]][piece.box.slices(matrix.box)[1:]]
                     apply_part(shards[matrix.entry], piece.box, part)
                 return
-            home_numel = sum(piece.numel for piece in route.home)
-            numel = max([home_numel, *(share.start + share.count for share in route.shares)])
-            if needs_exchange(bucket):
+            if flight.exchange is not None:
                 send = disassemble(bucket, route, stack)
                 del stack
-                flight.received = self._empty(numel, bucket, shards)
-                flight.work = self._all_to_all(
-                    flight.received[:home_numel], send, route.send_counts, route.recv_counts, route.group, counts
-                )
+                flight.received, flight.home = flight.home, None
+                flight.work = flight.exchange.send_back(send, counts)
+                flight.exchange = None
                 flight.buffers.append(send)
                 flight.sharing_is_due = bool(route.shares)  # none if this rank has no rows: then no replica of it has
             else:
-                flight.received = self._empty(numel, bucket, shards)
-                flight.received[:home_numel].copy_(stack.flatten())
+                flight.received = self._empty(route.home_numel, bucket, shards)
+                flight.received[: stack.numel()].copy_(stack.flatten())
                 del stack
                 if route.shares:
                     self._start_sharing(flight, counts)
@@ -309,28 +321,16 @@ class Runtime:
 
     # ---------------------------------------------------------------------------------------------- collectives
 
-    def _all_gather(self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic) -> _Work:
+    def _all_gather(self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic) -> Work:
         counts.num_collectives += 1
         counts.bytes_sent += (len(ranks) - 1) * part.numel() * part.element_size()
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        with _explained(self.rank, ranks):
-            return _Work(gather(output, part, group=self.group_of(ranks), async_op=True), self.rank, ranks)
+        with explained(self.rank, ranks):
+            gathered = gather(output, part, group=self.group_of(ranks), async_op=True)
+        return Work([gathered], self.rank, ranks)
 
-    def _all_to_all(
-        self,
-        output: Tensor,
-        send: Tensor,
-        recv_counts: Sequence[int],
-        send_counts: Sequence[int],
-        ranks: tuple[int, ...],
-        counts: StepTraffic,
-    ) -> _Work:
-        counts.num_collectives += 1
-        counts.bytes_sent += (send.numel() - send_counts[ranks.index(self.rank)]) * send.element_size()
-        group = self.group_of(ranks)
-        with _explained(self.rank, ranks):
-            work = dist.all_to_all_single(output, send, list(recv_counts), list(send_counts), group, async_op=True)
-        return _Work(work, self.rank, ranks)
+    def _exchange(self, mine: Tensor, route: Route) -> Exchange:
+        return Exchange(mine, route, self.rank, self.group_of(route.group))
 
     def numbers_of_all(
         self, stages: Sequence[tuple[int, ...]], number: int, device: torch.device | str
@@ -340,23 +340,10 @@ class Runtime:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for ranks in stages:
             heard = known.new_empty(len(ranks) * known.shape[0], 2)
-            with _explained(self.rank, ranks):
+            with explained(self.rank, ranks):
                 gather(heard, known, group=self.group_of(ranks))
             known = heard
         return {int(rank): int(value) for rank, value in known.tolist()}
-
-
-@contextmanager
-def _explained(rank: int, ranks: Sequence[int]) -> Iterator[None]:
-    """Says what a failed collective means. What comes out of gloo or NCCL names a socket."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank}: a collective of the optimizer's over ranks {list(ranks)} failed. One of them has ended, or "
-            "didn't come within the process group's timeout: look for the first error in the logs of the others. This "
-            "step is half done; start again from a checkpoint."
-        ) from error
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> bool:

@@ -24,6 +24,7 @@ from ranks.pool import device_type
 from ranks.toy import Toy, batch, loss_of, make_toy, optimizer_for
 from rowdit.cost.live_bytes import LiveBytes
 from rowmuon.backward import AHEAD_BYTES
+from rowmuon.buckets import Route
 
 NUM_STEPS = 5  # a refresh, two row steps, a refresh, a row step
 EVEN = tuple(Spec(f"w{i}", (64, 64)) for i in range(6))
@@ -34,16 +35,25 @@ def log_collectives(optimizer: rowmuon.PeriodicRowMuon) -> list[str]:
     """Of a refresh, as they are started, on this rank."""
     log: list[str] = []
     runtime: Any = optimizer._runtime
-    for name, position in (("_all_gather", 2), ("_all_to_all", 4)):
-        started = getattr(runtime, name)
 
-        def watched(
-            *args: Any, name: str = name, position: int = position, started: Callable[..., Any] = started
-        ) -> Any:
-            log.append(f"{name} over {len(args[position])} ranks")
-            return started(*args)
+    def watched(started: Callable[..., Any], event: str) -> Callable[..., Any]:
+        def start(*args: Any, **kwargs: Any) -> Any:
+            log.append(event)
+            return started(*args, **kwargs)
 
-        setattr(runtime, name, watched)
+        return start
+
+    def all_gather(output: Tensor, part: Tensor, ranks: Sequence[int], *args: Any) -> Any:
+        return watched(gather, f"collective: all-gather over {len(ranks)} ranks")(output, part, ranks, *args)
+
+    def exchange(mine: Tensor, route: Route) -> Any:
+        made = make(mine, route)
+        for name in ("send_out", "send_back"):
+            setattr(made, name, watched(getattr(made, name), f"collective: {name} over {len(route.group)} ranks"))
+        return made
+
+    gather, make = runtime._all_gather, runtime._exchange
+    runtime._all_gather, runtime._exchange = all_gather, exchange
     return log
 
 
@@ -159,7 +169,7 @@ def test_fsdp_starts_collectives_while_backward_goes_on(ranks, world_size, setti
     assert len({tuple(events) for events in found}) == 1
     events = found[0]
     first_block = events.index("backward has reached the first block")
-    assert any(event.startswith("_all") for event in events[:first_block]), events
+    assert any(event.startswith("collective") for event in events[:first_block]), events
 
 
 def run_fsdp(settings: dict[str, Any]) -> list[str]:

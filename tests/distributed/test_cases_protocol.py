@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,11 +19,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmuon
 from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part, relative
 from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, optimizer_on
 from ranks.placing import full
+from ranks.pool import device_type
+from rowmuon.exchange import Exchange
+from rowmuon.runtime import Runtime
 
 
 def bits(params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -283,25 +288,67 @@ def run_p7(layout: str, refresh: str) -> None:
 def steps_of_p7(layout: str, refresh: str, bucket_bytes: int, blocking: bool) -> dict[str, torch.Tensor]:
     params = build(EVERY_SHAPE, layout)
     optimizer = optimizer_on(params, EVERY_SHAPE, layout, refresh=refresh, bucket_bytes=bucket_bytes)
-    if blocking:
-        wait_at_once(optimizer)
-    for step in range(4):
-        give_gradients(params, EVERY_SHAPE, step)
-        counted_step(optimizer)
+    with waiting_at_once() if blocking else nullcontext():
+        for step in range(4):
+            give_gradients(params, EVERY_SHAPE, step)
+            counted_step(optimizer)
     return bits(params)
 
 
-def wait_at_once(optimizer: rowmuon.PeriodicRowMuon) -> None:
-    """Takes all overlap away: every collective is over before the next line runs."""
-    runtime = optimizer._runtime
+@contextmanager
+def waiting_at_once() -> Iterator[None]:
+    """Takes all overlap away: whatever is sent has arrived before the next line runs."""
 
     def blocking(issue: Callable[..., Any]) -> Callable[..., Any]:
-        def waited(*args: Any) -> Any:
-            work = issue(*args)
+        def waited(*args: Any, **kwargs: Any) -> Any:
+            work = issue(*args, **kwargs)
             work.wait()
             return work
 
         return waited
 
-    runtime._all_gather = blocking(runtime._all_gather)
-    runtime._all_to_all = blocking(runtime._all_to_all)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Runtime, "_all_gather"), (Exchange, "send_out"), (Exchange, "send_back")):
+            patch.setattr(owner, name, blocking(getattr(owner, name)))
+        yield
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_comes_is_asked_for_before_anything_is_sent(ranks, world_size):
+    """On gloo a request that comes after a message waits for it, and the two directions of a link take turns."""
+    if device_type() != "cpu":
+        pytest.skip("messages go one by one on gloo alone")
+    ranks(world_size).run(run_requests_first)
+
+
+def run_requests_first() -> None:
+    """Of the first bucket: what arrives, what comes back, and only then what is sent."""
+    num_others = dist.get_world_size() - 1
+    specs = (Spec("a", (8, 16)), Spec("b", (16, 8)))
+    params = build(specs, f"{num_others + 1}:S0")
+    optimizer = optimizer_on(params, specs, f"{num_others + 1}:S0", period=1, bucket_bytes=1)
+    give_gradients(params, specs, 0)
+    optimizer.step()  # in which the ranks compare their plans
+    with OrderOfMessages() as messages:
+        optimizer.step()
+    route = optimizer.plan("refresh").buckets[0].route(dist.get_rank())
+    here = route.group.index(dist.get_rank())
+    incoming, outgoing = (
+        sum(count > 0 for i, count in enumerate(counts) if i != here)
+        for counts in (route.recv_counts, route.send_counts)
+    )
+    begun = messages.sends[: incoming + 2 * outgoing]
+    assert begun == [False] * (incoming + outgoing) + [True] * outgoing
+
+
+class OrderOfMessages(TorchDispatchMode):
+    """Of each message, in the order in which they are begun, whether this rank sends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sends: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.c10d.send, torch.ops.c10d.recv_):
+            self.sends.append(func.overloadpacket == torch.ops.c10d.send)
+        return func(*args, **(kwargs or {}))

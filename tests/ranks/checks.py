@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
@@ -13,13 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rowmuon
 from ranks.models import Spec, build, give_gradients, optimizer_on
 from ranks.placing import full, full_of
 from ranks.pool import device_type
+from rowmuon.buckets import needs_exchange
+from rowmuon.plan import StepPlan
 
-__all__ = ["assert_same_bits_on_replicas", "check_unsharded", "counted_step", "local_part", "relative"]
+__all__ = ["Messages", "assert_same_bits_on_replicas", "check_unsharded", "counted_step", "local_part", "relative"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -47,7 +51,8 @@ def counted_step(optimizer: rowmuon.PeriodicRowMuon, num_left_out: int = 0, *, w
     plan = optimizer._plan(optimizer._muon_params())
     before = {name: astuple(counts) for name, counts in optimizer.traffic.items()}
     # Comparing the plans is counted by torch, and no part of a step's traffic.
-    with CommDebugMode() if watched and optimizer._compared else nullcontext() as seen:
+    watching = watched and optimizer._compared
+    with CommDebugMode() if watching else nullcontext() as seen, Messages() if watching else nullcontext() as messages:
         optimizer.step()
     found = {
         name: tuple(a - b for a, b in zip(astuple(counts), before[name], strict=True))
@@ -58,9 +63,36 @@ def counted_step(optimizer: rowmuon.PeriodicRowMuon, num_left_out: int = 0, *, w
     assert found[kind] == planned, f"{kind} step: counted {found[kind]}, planned {planned}"
     for name, counts in found.items():
         assert name == kind or counts == (0, 0, 0, 0), f"{kind} step counted as {name}: {counts}"
-    if seen is not None:
-        assert seen.get_total_counts() == planned[1], f"torch saw {dict(seen.get_comm_counts())}, planned {planned[1]}"
+    if seen is not None and messages is not None:
+        exchanges = messages_of_exchanges(plan, rank) if device_type() == "cpu" else []
+        wanted = planned[1] - len(exchanges)
+        assert seen.get_total_counts() == wanted, f"torch saw {dict(seen.get_comm_counts())}, planned {wanted}"
+        assert sorted(messages.sent) == sorted(itertools.chain.from_iterable(exchanges))
     return kind, planned[1]
+
+
+def messages_of_exchanges(plan: StepPlan, rank: int) -> list[list[int]]:
+    """Bytes of each message that this rank sends in each exchange, where they go one by one (gloo)."""
+    found = []
+    for bucket in filter(needs_exchange, plan.buckets):
+        route = bucket.route(rank)
+        for counts in (route.send_counts, route.recv_counts):
+            others = (count for peer, count in zip(route.group, counts, strict=True) if peer != rank and count)
+            found.append([count * bucket.comm_dtype.itemsize for count in others])
+    return found
+
+
+class Messages(TorchDispatchMode):
+    """Collects the bytes of each message from one rank to another that torch sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket == torch.ops.c10d.send:
+            self.sent += [tensor.nbytes for tensor in args[0]]
+        return func(*args, **(kwargs or {}))
 
 
 def check_unsharded(specs: Sequence[Spec], layout: str, tolerance: float, num_steps: int = 5, **settings: Any) -> None:

@@ -172,8 +172,9 @@ def _groups(mesh: RankMesh, cluster: Cluster) -> tuple[Members, Members]:
 
 
 def _refresh(plan: StepPlan, mesh: RankMesh, cluster: Cluster, fill: float) -> OptimizerTime:
-    """Runs the pipeline of `rowmuon.runtime` in seconds: the next bucket is on its way while one is orthogonalised, and
-    the one before comes home. Messages go one after another, in the order in which they are started.
+    """Runs the pipeline of `rowmuon.runtime` in seconds, by the plan's own schedule: the next buckets are on their way
+    while one is orthogonalised, and those before come home. Messages go one after another, in the order in which they
+    are started; so buckets that keep different links busy at the same time are taken to be slower than they are.
 
     Args:
         fill: of work that waits for nobody (AdamW's parameters).
@@ -196,24 +197,26 @@ def _refresh(plan: StepPlan, mesh: RankMesh, cluster: Cluster, fill: float) -> O
         waited += max(0.0, time - now)
         now = max(now, time)
 
-    if stages and stages[0].travels:
-        send_out(0)
+    def send_ahead(start: int, end: int) -> None:
+        for i in range(start, end):
+            if stages[i].travels:
+                send_out(i)
+
+    sent, applied = plan.schedule.sent, (*plan.schedule.applied, len(stages))
+    send_ahead(0, sent[0])
     now += fill
     for i, stage in enumerate(stages):
         if not stage.travels:
             now += stage.pack
-        if i + 1 < len(stages) and stages[i + 1].travels:
-            send_out(i + 1)
+        send_ahead(sent[i], sent[i + 1])
         wait_for(arrives[i])
         now += stage.products
         if stage.back:
             network = max(network, now) + stage.back
             home[i] = network
-        if i:
-            wait_for(home[i - 1])
-            now += stages[i - 1].apply
-    if stages:
-        wait_for(home[-1])
+        for j in range(applied[i], applied[i + 1]):
+            wait_for(home[j])
+            now += stages[j].apply
     memory = fill + sum(stage.pack + stage.apply for stage in stages)
     products = sum(stage.products for stage in stages)
     traffic = sum(stage.there + stage.back for stage in stages)

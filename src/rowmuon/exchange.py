@@ -1,0 +1,146 @@
+"""An exchange: every rank sends its rows to the owners of their matrices, who send back what becomes of them.
+
+One buffer serves both ways, for what comes back takes the places of what was sent. Besides `runtime`, the only file
+that calls a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmuon.buckets import Route
+from rowmuon.traffic import StepTraffic
+
+__all__ = ["Exchange", "Work", "explained"]
+
+# Tags. Messages between two ranks with one tag arrive in the order in which they were sent.
+_OUT, _BACK = 0x726F7701, 0x726F7702
+
+
+@dataclass
+class Work:
+    """A collective under way, or the messages that make up one."""
+
+    works: list[dist.Work | None]
+    rank: int
+    ranks: tuple[int, ...]
+
+    def wait(self) -> None:
+        with explained(self.rank, self.ranks):
+            while self.works:  # once for each: a message that is waited for again never comes
+                work = self.works.pop(0)
+                if work is not None:
+                    work.wait()
+
+
+class Exchange:
+    """One bucket's way to the owners and back.
+
+    On gloo the messages between two ranks are sent and received one by one, in a fixed order: first everything that
+    this rank will receive, on the way back too, then what it sends. gloo's own all-to-all asks for what it receives
+    after it has begun to send, through the same connection, so a request waits behind a message of megabytes and the
+    two directions of a link take turns. Other backends do an all-to-all each way.
+
+    Args:
+        mine: this rank's rows, in the order of ``route.mine``, and later what has come back, so not to be touched until
+            then.
+        route: of this rank.
+        rank: this rank.
+        group: the process group over ``route.group``.
+    """
+
+    def __init__(self, mine: Tensor, route: Route, rank: int, group: dist.ProcessGroup) -> None:
+        self._mine, self._route, self._rank, self._group = mine, route, rank, group
+        self._here = route.group.index(rank)
+        self._pairwise = _is_gloo(group, mine.device)
+        self._sending: list[dist.Work | None] = []
+        self._coming_back: list[dist.Work | None] | None = None
+
+    def send_out(self, received: Tensor, counts: StepTraffic, *, comes_back: bool) -> Work:
+        """``received`` is filled when the work is done, in the order of ``route.assemble``. Counts what is sent.
+
+        Without ``comes_back`` the way may end here, with `finish_sending`; else `expect_back` must follow.
+        """
+        route = self._route
+        _count(self._mine, route.send_counts[self._here], counts)
+        with explained(self._rank, route.group):
+            if not self._pairwise:
+                return self._work([self._all_to_all(received, route.recv_counts, self._mine, route.send_counts)])
+            mine, parts = self._mine.split(list(route.send_counts)), received.split(list(route.recv_counts))
+            arriving = self._receive(parts, _OUT)
+            if comes_back:
+                self.expect_back()
+            parts[self._here].copy_(mine[self._here])
+            self._sending += self._send(mine, _OUT)
+            return self._work(arriving)
+
+    def expect_back(self) -> None:
+        """Asks for what will come back. What an owner sends may be written over the rows that it was sent: it answers
+        when it has them all."""
+        if self._pairwise and self._coming_back is None:
+            self._coming_back = self._receive(self._mine.split(list(self._route.send_counts)), _BACK)
+
+    def finish_sending(self) -> None:
+        """Waits until everything has left ``mine``."""
+        self._work(self._sending).wait()
+
+    def send_back(self, results: Tensor, counts: StepTraffic) -> Work:
+        """Sends ``results`` to where ``received`` came from, in the same order; then ``mine`` is what has come back."""
+        route = self._route
+        _count(results, route.recv_counts[self._here], counts)
+        with explained(self._rank, route.group):
+            if not self._pairwise:
+                return self._work([self._all_to_all(self._mine, route.send_counts, results, route.recv_counts)])
+            assert self._coming_back is not None, "expect_back() comes before send_back()"
+            parts = results.split(list(route.recv_counts))
+            self._mine.split(list(route.send_counts))[self._here].copy_(parts[self._here])
+            return self._work([*self._coming_back, *self._sending, *self._send(parts, _BACK)])
+
+    def _work(self, works: list[dist.Work | None]) -> Work:
+        return Work(works, self._rank, self._route.group)
+
+    def _all_to_all(
+        self, output: Tensor, output_counts: Sequence[int], source: Tensor, counts: Sequence[int]
+    ) -> dist.Work | None:
+        return dist.all_to_all_single(output, source, list(output_counts), list(counts), self._group, async_op=True)
+
+    def _receive(self, parts: Sequence[Tensor], tag: int) -> list[dist.Work | None]:
+        others = ((parts[i], self._route.group[i]) for i in self._others(-1))
+        return [dist.irecv(part, peer, self._group, tag) for part, peer in others if part.numel()]
+
+    def _send(self, parts: Sequence[Tensor], tag: int) -> list[dist.Work | None]:
+        others = ((parts[i], self._route.group[i]) for i in self._others(1))
+        return [dist.isend(part, peer, self._group, tag) for part, peer in others if part.numel()]
+
+    def _others(self, direction: int) -> Iterator[int]:
+        """The other members, each rank beginning with another one, so that no one is everyone's first."""
+        num_members = len(self._route.group)
+        return ((self._here + direction * step) % num_members for step in range(1, num_members))
+
+
+def _count(buffer: Tensor, staying: int, counts: StepTraffic) -> None:
+    counts.num_collectives += 1
+    counts.bytes_sent += (buffer.numel() - staying) * buffer.element_size()
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return device.type == "cpu" and group._get_backend(device).name() == "gloo"
+
+
+@contextmanager
+def explained(rank: int, ranks: Sequence[int]) -> Iterator[None]:
+    """Says what a failed collective means. What comes out of gloo or NCCL names a socket."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank}: a collective of the optimizer's over ranks {list(ranks)} failed. One of them has ended, or "
+            "didn't come within the process group's timeout: look for the first error in the logs of the others. This "
+            "step is half done; start again from a checkpoint."
+        ) from error
