@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rowdit.commands.limits import check_processes
+from rowdit.commands.limits import check_memory, check_processes
 from rowdit.commands.outputs import check_file
 from rowdit.commands.parsing import fail, parse, set_threads
 
@@ -107,8 +107,10 @@ def _check(options: BenchOptions) -> None:
             check_file(options.save.with_name(options.save.name + suffix), "--save")
     if not options.sizes:
         raise ValueError("--sizes is empty: give at least one")
-    for size in options.sizes:
-        size_named(size)
+    for name in options.sizes:
+        numbers = 18 * options.depth * size_named(name).hidden ** 2
+        if options.device == "cpu":  # weights, gradients and momentum in float32
+            check_memory(f"--sizes {name} at --depth {options.depth}", 12 * numbers, "give a smaller size or depth")
     known = [peer.name for peer in PEERS]
     for peer in options.peers or ():
         if peer not in known:

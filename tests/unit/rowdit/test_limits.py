@@ -53,14 +53,23 @@ TOO_MUCH = [
     (("plan",), "--train.batch-size", str(10**15), "has more bytes than can be counted"),
     (("plan",), "--model.depth", HUGE, "depth is 1000000000; it must be at most"),
     (("sample", "{out}"), "--seed", "-1", "seed = -1: must be an integer >= 0"),
+    (("bench",), "--depth", HUGE, "at --depth 1000000000 takes at least"),
+    (("bench",), "--sizes", HUGE, "--sizes 1000000000 at --depth 2 takes at least"),
     (("bench",), "--ranks", HUGE, "--ranks = 1000000000: must be <= "),
 ]
 
 
 @pytest.mark.parametrize(("verb", "option", "value", "message"), TOO_MUCH, ids=lambda part: str(part)[:40])
 def test_what_is_absurd_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: tuple[str, ...], option: str, value: str, message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: tuple[str, ...],
+    option: str,
+    value: str,
+    message: str,
 ) -> None:
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 64 * 10**9)  # the same on a machine that has terabytes
     arguments = [part.format(out=tmp_path / "out") for part in verb]
     try:
         assert cli.main([*arguments, option, value]) == 2
