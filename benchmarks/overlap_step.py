@@ -1,7 +1,7 @@
 """What ``overlap="backward"`` hides: training steps of a small DiT under FSDP2 on an emulated cluster.
 
     python benchmarks/overlap_step.py --save                # 4 ranks at 200 Mbit/s, exchange and gather, K = 1
-    python benchmarks/overlap_step.py --batch 64 --rate 30
+    python benchmarks/overlap_step.py --batch 64 --refresh gather --save overlap_step_long_backward
 
 Every step is a refresh (K = 1; with K = 3 a third of the gain remains). Beside the whole step the report has the time
 within ``step()``: what it waits for shows there. A link is shared by FSDP2's own traffic and by what is sent ahead, so
@@ -147,7 +147,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="of a round (default 1)")
     parser.add_argument("--refresh", nargs="+", choices=("exchange", "gather"), default=["exchange", "gather"])
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds (default 900)")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}/overlap_step.json and .md")
+    parser.add_argument(
+        "--save", nargs="?", const="overlap_step", metavar="NAME", help=f"write {RESULTS.name}/NAME.json and NAME.md"
+    )
     options = parser.parse_args(argv)
     for name in NUMBERS:
         if getattr(options, name) < 1:
@@ -176,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.save:
         settings = {key: value for key, value in vars(options).items() if key != "save"}
         data = {"command": command_line(), "machine": machine(), "network": asdict(network), "settings": settings}
-        write_results(RESULTS / "overlap_step", {**data, "methods": found}, text)
+        write_results(RESULTS / options.save, {**data, "methods": found}, text)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,6 @@ class BackwardOverlap:
         self._optimizer_ref = weakref.ref(optimizer)  # parameters outlive optimizers, and mustn't keep them alive
         self._handles: dict[Tensor, Any] = {}
         self._round: _Round | None = None
-        self._sits_out = False
         self._num_holds = 0
         self._changed: dict[torch.device, tuple[Tensor, Tensor]] = {}  # on a device, and what is known of it here
         self._lock = threading.RLock()  # autograd has a thread for each device
@@ -127,10 +126,6 @@ class BackwardOverlap:
             yield
         finally:
             self._num_holds -= 1
-
-    def sit_out(self) -> None:
-        """For the step that is about to be made: ranks had not yet compared their plans when backward ran."""
-        self._sits_out = True
 
     # ------------------------------------------------------------------------------------------- during backward
 
@@ -183,8 +178,15 @@ class BackwardOverlap:
 
     # ------------------------------------------------------------------------------------------------- afterwards
 
-    def finish(self, muon: MuonParams, shards: Sequence[Shard], counts: StepTraffic) -> dict[int, Flight]:
+    def finish(
+        self, muon: MuonParams, shards: Sequence[Shard], counts: StepTraffic, *, compared: bool
+    ) -> dict[int, Flight]:
         """At the begin of a step: sends what hasn't gone, and takes the gradients that have into the momentum.
+
+        Args:
+            muon, shards: of the plan's entries.
+            counts: of this kind of step.
+            compared: whether ranks had compared their plans when backward ran; else none has sent anything.
 
         Returns:
             What is under way, for `Runtime.execute`.
@@ -195,11 +197,11 @@ class BackwardOverlap:
         if not self._optimizer.overlap:
             return {}
         self.attach()  # to what isn't frozen any more
+        if not compared:
+            return {}
         if self._round is not None:
             self._check(self._round, muon)
         here = self._take()
-        if here is None:
-            return {}
         with self._optimizer.phase("gather"):
             for index in here.queue:
                 self._send(here, index)
@@ -216,23 +218,18 @@ class BackwardOverlap:
         Args:
             in_step: where all ranks are, this one takes part even if none of its gradients has come.
         """
-        here = self._take() if in_step and self._optimizer.overlap else self._round
-        self._round = None
-        if here is None:
+        if self._round is None and not (in_step and self._optimizer.overlap):
             return
+        here = self._take()
         for index in here.queue:
             self._send(here, index)
         for flight in here.sent.values():
             flight.give_up()
         _add(here.counts, self._optimizer.traffic[kind_of_step([due for *_, due in here.muon])])
 
-    def _take(self) -> _Round | None:
+    def _take(self) -> _Round:
         """What has been sent for this step; where nothing has, what has to be."""
         here, self._round = self._round, None
-        if self._sits_out:
-            assert here is None or not here.sent
-            self._sits_out = False
-            return None
         return here or self._open()
 
     def _check(self, here: _Round, muon: MuonParams) -> None:
@@ -296,7 +293,7 @@ def _add(counts: StepTraffic, total: StepTraffic) -> None:
 def _hand_over(flight: Flight) -> None:
     """FSDP2 calls hooks on a stream of its own: memory from there mustn't be reused while this one works on it."""
     for tensor in (*flight.buffers, flight.received, flight.home):
-        if tensor is not None and tensor.is_cuda:
+        if tensor is not None and compute_device(tensor) == "cuda":
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 

@@ -319,18 +319,19 @@ class PeriodicRowMuon(Optimizer):
             raise RuntimeError(UNPICKLED)
         self._watch.gradients.look(self.param_groups)
         muon = self._muon_params()
-        if not self._compared:
+        compared = self._compared
+        if not compared:
             self._compare(muon)
         if self.skip_nonfinite and not gradients_are_finite(self.param_groups, self.process_group):
             self.num_skipped_steps += 1
-            self._backward.discard(in_step=True)
+            self._backward.discard(in_step=compared)
             return loss
         shards = self._shards(muon)
         plan = self._plan(muon)
         self._runtime.compile_rows = self.compile  # may be set after a compiler has failed
         self._runtime.prepare(plan, shards)
         counts = self.traffic[kind_of_step([due for *_, due in muon])]
-        sent = self._backward.finish(muon, shards, counts)
+        sent = self._backward.finish(muon, shards, counts, compared=compared)
         counts.num_steps += 1
         self._runtime.execute(plan, shards, counts, fill=self._step_adamw, phase=self.phase, sent=sent)
         for shard in shards:
@@ -384,7 +385,6 @@ class PeriodicRowMuon(Optimizer):
         compare_ranks(muon_params, adamw_params, how, self._process_groups, self._runtime)
         if self.overlap:
             self._process_groups.separate(self._layouts.values())
-            self._backward.sit_out()
         self._compared = True
 
     # -------------------------------------------------------------------------------------------------- reports
