@@ -49,7 +49,9 @@ def compare_ranks(
             if i < len(muon):
                 parameter, group, state, _, entry = muon[i]
                 entries.append(entry)
-                extra.append((entry.name, state["step"], state["phase"], *_settings(group, MUON_KEYS)))
+                extra.append(
+                    (entry.name, state["step"], state["phase"], state.get("num_grams"), *_settings(group, MUON_KEYS))
+                )
             else:
                 parameter, group = adamw[i - len(muon)]
                 extra.append((name_of(group, parameter), *_settings(group, ADAMW_KEYS)))

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rowmuon import update
+from rowmuon import gram, update
 from rowmuon.coefficients import Triple, resolve_coefficients
 from rowmuon.device import compute_device
+from rowmuon.factors import gram_shape
 from rowmuon.groups import PLAN_KEYS, flops_per_matrix, name_of, position_of
 from rowmuon.layout import Layout, local_tensor
 from rowmuon.orthogonalize import newton_schulz_bytes
@@ -49,6 +50,14 @@ class KernelWorkspace:
         dtypes = (self.weight_dtype, self.momentum_dtype)
         return update.row_step_bytes(num_rows, num_cols, dtypes, self.device, self.maximize)
 
+    def gram(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> int:
+        dtypes = (self.momentum_dtype, self.weight_dtype)
+        return gram.add_gram_bytes(num_rows, num_cols, dtypes, dtype, self.device, self.maximize)
+
+    def gram_rows(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> int:
+        dtypes = (self.weight_dtype, self.momentum_dtype)
+        return gram.gram_row_step_bytes(num_rows, num_cols, dtypes, dtype, self.device, self.maximize)
+
     def stack(self, num_matrices: int, source_dtype: torch.dtype | None) -> int:
         return newton_schulz_bytes(
             num_matrices,
@@ -62,7 +71,12 @@ class KernelWorkspace:
 
 
 def make_entry(
-    parameter: Tensor, group: Mapping[str, Any], layout: Layout, momentum_dtype: torch.dtype, ns_dtype: torch.dtype
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    layout: Layout,
+    momentum_dtype: torch.dtype,
+    ns_dtype: torch.dtype,
+    options: PlanOptions,
 ) -> Entry:
     """The plan's entry of a Muon parameter.
 
@@ -71,6 +85,7 @@ def make_entry(
         layout: of the parameter.
         momentum_dtype: of its state.
         ns_dtype: of Newton-Schulz.
+        options: of the optimizer.
 
     Raises:
         ValueError: the group has been given other ``chunks`` or ``stack_dims`` since its layout was made.
@@ -90,6 +105,7 @@ def make_entry(
         ),
         # A group has its parameters in the order of the model, whatever part of it they are.
         (position_of(group, parameter) + 0.5) / len(group["params"]),
+        gram_shape(layout, options, ns_dtype),
     )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rowmuon.buckets import Bucket, Piece, Route, lies_in_order, needs_exchange, travels
+from rowmuon.gram import factorize_bytes
+from rowmuon.stacks import GramStack, by_ranks
 
 if TYPE_CHECKING:
     from rowmuon.plan import Entry, StepPlan, Workspace
@@ -64,7 +66,9 @@ class _Account:
             self._take_gradients(self.plan.buckets[i])
         sums = self._start_split_rows()
         self._send_ahead(range(sent[0]), arriving)
-        self.use([self._row_bytes(self.plan.rows)])
+        gram_rows = self.plan.gram_rows
+        self.use([self._row_bytes(index for index in self.plan.rows if index not in gram_rows)])
+        self.use([self._gram_row_bytes(index) for index in gram_rows])
         self.drop(sums)
         returning: list[_Flight] = []
         for i, bucket in enumerate(self.plan.buckets):
@@ -73,6 +77,8 @@ class _Account:
             self._orthogonalize(flight)
             returning.append(flight)
             self._land(returning, num_kept=i + 1 - applied[i + 1])
+        for stacks in by_ranks(self.plan.gram_stacks(self.rank)):
+            self._renew_factors(stacks)
         assert self.now == 0
         return self.peak
 
@@ -105,6 +111,26 @@ class _Account:
             scratch.append(kept)
             rest.append(temporary)
         return max(scratch) + max(rest)
+
+    def _gram_row_bytes(self, index: int) -> int:
+        entry = self.plan.entries[index]
+        assert entry.gram is not None
+        return _workspace(entry).gram_rows(*entry.layout.box(self.rank).shape[1:], entry.gram.factor_dtype)
+
+    def _renew_factors(self, stacks: Sequence[GramStack]) -> None:
+        """`rowmuon.factors.renew_factors`."""
+        alone = len(stacks[0].ranks) == 1
+        under_way: list[GramStack] = []
+        for stack in stacks:
+            self.make(stack.num_bytes)
+            for index in stack.members:
+                entry = self.plan.entries[index]
+                self.use([_workspace(entry).gram(*entry.layout.box(self.rank).shape[1:], stack.dtype)])
+            under_way.append(stack)
+            while len(under_way) > (0 if alone or stack is stacks[-1] else 1):
+                done = under_way.pop(0)
+                self.use([factorize_bytes(*done.size[:2], done.dtype)])
+                self.drop(done.num_bytes)
 
     # --------------------------------------------------------------------------------------------- the pipeline
 

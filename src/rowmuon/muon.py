@@ -17,7 +17,7 @@ class Muon(PeriodicRowMuon):
     """
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        for name in ("period", "row_scale", "stagger"):
+        for name in ("period", "row_scale", "stagger", "cheap_step", "gram_decay", "gram_damping"):
             if name in kwargs:
                 raise TypeError(f"Muon takes no {name}: every step is a refresh. Use PeriodicRowMuon.")
         super().__init__(params, *args, period=1, **kwargs)

@@ -3,21 +3,22 @@ which parameters refresh, `plan.py` what to do, and lets `runtime.py` do it."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rowmuon import adamw
 from rowmuon.agreement import compare_ranks, gradients_are_finite
 from rowmuon.backward import AHEAD_BYTES, BackwardOverlap
 from rowmuon.coefficients import Triple, resolve_coefficients
+from rowmuon.copies import Copies
 from rowmuon.entries import Plans, make_entry
+from rowmuon.factors import check_gram_period, gram_shape, gram_state
+from rowmuon.gram import GramShape
 from rowmuon.groups import (
     AdjustLr,
     check_dtype,
@@ -29,18 +30,18 @@ from rowmuon.groups import (
 )
 from rowmuon.layout import Layout
 from rowmuon.period import Period, StepKind, check_period, is_refresh, kind_of_step
-from rowmuon.plan import Entry, PlanOptions, StepPlan
+from rowmuon.plan import FLOPS_PER_BYTE, CheapStep, Entry, PlanOptions, StepPlan
 from rowmuon.process_groups import UNPICKLED, ProcessGroups, check_process_group
 from rowmuon.runtime import Phase, Runtime
 from rowmuon.shards import Hyper, Shard, make_shard
-from rowmuon.state import adapt_state_dict, finish_loading, init_state, stagger_phases
+from rowmuon.state import adapt_state_dict, init_state, stagger_phases
 from rowmuon.traffic import Traffic
 from rowmuon.watch import Watch
 
 __all__ = ["PeriodicRowMuon"]
 
 
-class PeriodicRowMuon(Optimizer):
+class PeriodicRowMuon(Copies):
     r"""Muon whose Newton-Schulz iteration runs once in ``period`` steps, with row-normalised steps between.
 
     In every step the momentum takes the gradient in, M <- momentum M + (1 - momentum) G, U is M or with Nesterov
@@ -65,6 +66,11 @@ class PeriodicRowMuon(Optimizer):
         period: K >= 1; 1 is Muon; None never refreshes after the first step; or a schedule such as
             ``((0, 3), (8000, 1))``, whose every entry starts with a refresh.
         row_scale: RMS of a row step over that of a refresh, >= 0.
+        cheap_step: between refreshes; "row" as above, or "gram_row": the rows of U Q, where Q undoes what the last
+            refreshes knew of U^T U (`rowmuon.gram`). Nearer to a refresh; sends no more where rows are whole, costs a
+            matrix product, and memory. Ours, not the paper's.
+        gram_decay: of the mean of the refreshes' Gram matrices, in [0, 1).
+        gram_damping: relative to that mean's largest eigenvalue, >= 1e-5.
         refresh: "exchange" orthogonalises each matrix once in its shard group; "gather" all-gathers and everyone
             orthogonalises everything, as in the paper.
         stagger: each parameter refreshes in its own phase of the period.
@@ -115,6 +121,9 @@ class PeriodicRowMuon(Optimizer):
         maximize: bool = False,
         period: Period = 3,
         row_scale: float = 1.0,
+        cheap_step: CheapStep = "row",
+        gram_decay: float = 0.8,
+        gram_damping: float = 1e-3,
         refresh: Literal["exchange", "gather"] = "exchange",
         stagger: bool = False,
         ns_dtype: torch.dtype = torch.bfloat16,
@@ -129,7 +138,8 @@ class PeriodicRowMuon(Optimizer):
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap={overlap!r} is neither None nor 'backward'")
         self.overlap = overlap
-        self.options = PlanOptions(refresh, comm_dtype, bucket_bytes, ahead_bytes=AHEAD_BYTES if overlap else 0)
+        how = (cheap_step, gram_decay, gram_damping)
+        self.options = PlanOptions(refresh, comm_dtype, bucket_bytes, FLOPS_PER_BYTE, AHEAD_BYTES * bool(overlap), *how)
         for name, dtype in (("ns_dtype", ns_dtype), ("state_dtype", state_dtype or ns_dtype)):
             check_dtype(name, dtype)
         coefficients = resolve_coefficients(ns_coefficients, ns_steps)
@@ -175,7 +185,7 @@ class PeriodicRowMuon(Optimizer):
             raise
         self._layouts.update(layouts)
         for parameter in group["params"]:
-            self.state[parameter] = init_state(parameter, group, self.state_dtype)
+            self.state[parameter] = init_state(parameter, group, self.state_dtype, self._gram_shape(parameter))
         if self._is_set_up:  # in the constructor all process groups are made in one go, at its end
             self._set_up()
 
@@ -183,7 +193,12 @@ class PeriodicRowMuon(Optimizer):
         check_params(group)
         if group["algorithm"] == "adamw":
             return {}
+        check_gram_period(group, self.options, "a group")
         return {parameter: muon_layout(parameter, group, self.process_group) for parameter in group["params"]}
+
+    def _gram_shape(self, parameter: Tensor) -> GramShape | None:
+        layout = self._layouts.get(parameter)
+        return None if layout is None else gram_shape(layout, self.options, self.ns_dtype)
 
     def _set_up(self) -> None:
         """After a change of the groups: phases, process groups, and plans to be made anew and compared again."""
@@ -223,37 +238,6 @@ class PeriodicRowMuon(Optimizer):
             self._layouts.update(self._check_group(group))
         self._process_groups.prepare(self._layouts.items())
         self._backward.attach()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # As torch does: no hooks, nor the `step` that a scheduler put over this object's own. A process group is a
-        # handle of this process; plans and layouts are made again from the groups.
-        names = ("options", "stagger", "ns_dtype", "state_dtype", "skip_nonfinite", "num_skipped_steps", "traffic")
-        kept = {name: self.__dict__[name] for name in (*names, "overlap", "compile")}
-        needs = self._needs_process_group or self.process_group is not None
-        return {**super().__getstate__(), **kept, "_needs_process_group": needs}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        finish_loading(self)
-        if "_runtime" in self.__dict__:
-            return
-        self._process_group = None  # unpickled or copied
-        self._rebuild()
-        self._is_set_up = True
-
-    def __copy__(self) -> Self:
-        # Its parameters are this one's, and their gradients can be sent out only once.
-        return self._copied({**self.__getstate__(), "overlap": None}, type(self).__new__(type(self)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self)] = copied = type(self).__new__(type(self))
-        return self._copied(copy.deepcopy(self.__getstate__(), memo), copied)
-
-    def _copied(self, state: dict[str, Any], copied: Self) -> Self:
-        copied.__setstate__(state)
-        if self.process_group is not None:
-            copied.process_group = self.process_group
-        return copied
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this optimizer or, where names allow, of ``torch.optim.Muon`` or microsoft/dion's Muon.
@@ -338,6 +322,8 @@ class PeriodicRowMuon(Optimizer):
             shard.write_back()
         for parameter, _, _ in muon:
             self.state[parameter]["step"] += 1
+        for index in plan.renewed:
+            self.state[muon[index][0]]["num_grams"] += 1
         return loss
 
     def _muon_params(self) -> list[tuple[Tensor, dict[str, Any], bool]]:
@@ -346,10 +332,13 @@ class PeriodicRowMuon(Optimizer):
         out = []
         for group in self.param_groups:
             if group["algorithm"] == "muon":
+                check_gram_period(group, self.options, "a group")
                 for parameter in group["params"]:
                     if parameter.requires_grad and parameter.numel() > 0:
                         state = self.state[parameter]
-                        out.append((parameter, group, is_refresh(group["period"], state["step"], state["phase"])))
+                        due = is_refresh(group["period"], state["step"], state["phase"])
+                        # a checkpoint without what Gram row steps go by: a refresh finds it
+                        out.append((parameter, group, due or state.get("num_grams") == 0))
         return out
 
     def _plan(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> StepPlan:
@@ -358,7 +347,7 @@ class PeriodicRowMuon(Optimizer):
 
     def _entries(self, muon: Iterable[tuple[Tensor, dict[str, Any], bool]]) -> list[Entry]:
         return [
-            make_entry(p, group, self._layouts[p], self.state[p]["momentum_buffer"].dtype, self.ns_dtype)
+            make_entry(p, group, self._layouts[p], self.state[p]["momentum_buffer"].dtype, self.ns_dtype, self.options)
             for p, group, _ in muon
         ]
 
@@ -369,6 +358,7 @@ class PeriodicRowMuon(Optimizer):
             hyper = hypers[id(group)]
             momentum, layout = self.state[parameter]["momentum_buffer"], self._layouts[parameter]
             shards.append(make_shard(parameter, momentum, layout, self._runtime.rank, group, hyper))
+            shards[-1].gram = gram_state(self.state[parameter])
         return shards
 
     def _step_adamw(self) -> None:

@@ -17,14 +17,17 @@ from typing import Literal, Protocol
 import torch
 
 from rowmuon.buckets import Bucket, Matrix, needs_exchange, travels
+from rowmuon.gram import LEAST_DAMPING, GramShape
 from rowmuon.layout import Layout
 from rowmuon.memory import peak_bytes
 from rowmuon.owners import assign_owners, cut_into_buckets, sharing_pays
 from rowmuon.schedule import Schedule, make_schedule
+from rowmuon.stacks import GramStack, gram_bytes, gram_flops, gram_stacks
 
-__all__ = ["Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
+__all__ = ["CheapStep", "Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
 
 RefreshMode = Literal["exchange", "gather"]
+CheapStep = Literal["row", "gram_row"]
 
 FLOPS_PER_BYTE = 10_000.0
 """Matmul FLOPs that take as long as sending one byte: about 500 TFLOP/s against a 400 Gbit/s link."""
@@ -32,7 +35,7 @@ FLOPS_PER_BYTE = 10_000.0
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the constructor of the optimizer fixes about how a refresh is computed."""
+    """What the constructor of the optimizer fixes about how a step is computed."""
 
     refresh: RefreshMode = "exchange"
     comm_dtype: torch.dtype = torch.bfloat16
@@ -40,8 +43,17 @@ class PlanOptions:
     flops_per_byte: float = FLOPS_PER_BYTE
     ahead_bytes: int = 0
     """What buckets that are sent out during backward may hold on a rank, about; 0: none is sent out before the step."""
+    cheap_step: CheapStep = "row"
+    gram_decay: float = 0.8
+    gram_damping: float = 1e-3
 
     def __post_init__(self) -> None:
+        if self.cheap_step not in ("row", "gram_row"):
+            raise ValueError(f"cheap_step={self.cheap_step!r} is neither 'row' nor 'gram_row'")
+        if not _is_number(self.gram_decay) or not 0.0 <= self.gram_decay < 1.0:
+            raise ValueError(f"gram_decay={self.gram_decay!r} isn't a number in [0, 1)")
+        if not _is_number(self.gram_damping) or not LEAST_DAMPING <= self.gram_damping < math.inf:
+            raise ValueError(f"gram_damping={self.gram_damping!r} isn't a finite number >= {LEAST_DAMPING}")
         if self.refresh not in ("exchange", "gather"):
             raise ValueError(f"refresh={self.refresh!r} is neither 'exchange' nor 'gather'")
         if self.comm_dtype not in (torch.bfloat16, torch.float32, torch.float64):
@@ -50,6 +62,10 @@ class PlanOptions:
             raise ValueError(f"bucket_bytes={self.bucket_bytes!r} isn't a positive number of bytes")
         if isinstance(self.ahead_bytes, bool) or not isinstance(self.ahead_bytes, int) or self.ahead_bytes < 0:
             raise ValueError(f"ahead_bytes={self.ahead_bytes!r} isn't a number of bytes >= 0")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Workspace(Protocol):
@@ -74,6 +90,12 @@ class Workspace(Protocol):
     def rows(self, num_rows: int, num_cols: int) -> tuple[int, int]:
         """A row step: scratch that serves one matrix after another, and the rest."""
 
+    def gram(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> int:
+        """Adding up a Gram matrix of that dtype, beside it."""
+
+    def gram_rows(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> int:
+        """A Gram row step with a factor of that dtype."""
+
     def stack(self, num_matrices: int, source_dtype: torch.dtype | None) -> int:
         """Orthogonalising a stack, beside the stack itself. None: in place."""
 
@@ -92,6 +114,7 @@ class Entry:
         num_flops: of orthogonalising one of its matrices.
         workspace: what its arithmetic allocates; only `StepPlan.peak_bytes` asks for it.
         depth: about where in the model it lies, from 0 at its begin to 1. Backward comes to the deepest first.
+        gram: what its Gram row steps keep; None if it takes plain row steps.
     """
 
     name: str
@@ -102,6 +125,7 @@ class Entry:
     num_flops: int
     workspace: Workspace | None = field(default=None, compare=False, repr=False)
     depth: float = 0.0
+    gram: GramShape | None = None
 
 
 # ------------------------------------------------------------------------------------------------ the whole step
@@ -144,6 +168,26 @@ class StepPlan:
         return [SplitRows(ranks, dtype, tuple(members)) for (ranks, dtype, _), members in groups.items()]
 
     @cached_property
+    def gram_rows(self) -> tuple[int, ...]:
+        """The entries in ``rows`` that take a Gram row step."""
+        return tuple(index for index in self.rows if self.entries[index].gram is not None)
+
+    @cached_property
+    def renewed(self) -> tuple[int, ...]:
+        """The entries that refresh and whose Gram factors are renewed then."""
+        rows = set(self.rows)
+        return tuple(i for i, entry in enumerate(self.entries) if entry.gram is not None and i not in rows)
+
+    def gram_stacks(self, rank: int) -> list[GramStack]:
+        """What sums and factorises the Gram matrices of the entries in ``renewed``."""
+        return gram_stacks(self, rank)
+
+    @property
+    def gram_state_bytes(self) -> int:
+        """Of what Gram row steps keep on every rank, beside the momentum."""
+        return sum(entry.gram.state_bytes for entry in self.entries if entry.gram is not None)
+
+    @cached_property
     def ahead(self) -> tuple[int, ...]:
         """The buckets that are sent out during backward, or else before anything else in the step, in this order.
 
@@ -161,8 +205,9 @@ class StepPlan:
         return tuple(chosen)
 
     def num_flops(self, rank: int) -> int:
-        """FLOPs of this rank's orthogonalisations."""
-        return sum(len(bucket.route(rank).owned) * bucket.num_flops for bucket in self.buckets)
+        """FLOPs of this rank's orthogonalisations, and of what Gram row steps multiply there and in between."""
+        orthogonalizing = sum(len(bucket.route(rank).owned) * bucket.num_flops for bucket in self.buckets)
+        return orthogonalizing + gram_flops(self, rank)
 
     def num_orthogonalizations(self, rank: int) -> int:
         return sum(len(bucket.route(rank).owned) for bucket in self.buckets)
@@ -195,6 +240,7 @@ class StepPlan:
             yield 2 * (len(split.ranks) - 1) * num_rows * split.dtype.itemsize // len(split.ranks)
         for bucket in self.buckets:
             yield from _bucket_bytes(bucket, rank)
+        yield from gram_bytes(self.gram_stacks(rank))
 
 
 def _bucket_bytes(bucket: Bucket, rank: int) -> Iterator[int]:
@@ -285,7 +331,7 @@ def plan_hash(entries: Sequence[Entry], options: PlanOptions, extra: Sequence[ob
     """A number that ranks compare to make sure that they will do the same (63 bits; names don't enter)."""
     digest = hashlib.sha256()
     for entry in entries:
-        what = (entry.layout, entry.dtype, entry.device, entry.kernel, entry.num_flops, entry.depth)
+        what = (entry.layout, entry.dtype, entry.device, entry.kernel, entry.num_flops, entry.depth, entry.gram)
         digest.update(repr(what).encode())
     digest.update(repr((options, tuple(extra))).encode())
     return int.from_bytes(digest.digest()[:8], "big") >> 1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rowmuon.factors import why_plain
 from rowmuon.groups import name_of
 from rowmuon.routing import table
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rowmuon.layout import Layout
     from rowmuon.optimizer import PeriodicRowMuon
     from rowmuon.plan import StepPlan
@@ -26,6 +29,7 @@ def describe(optimizer: PeriodicRowMuon) -> str:
             held = "" if layout is None else _placement(layout)
             phase = f"phase {optimizer.state[parameter]['phase']}" if optimizer.stagger and layout is not None else ""
             note = phase if parameter.requires_grad else "frozen"
+            note = "; ".join(filter(None, (note, _cheap_step(optimizer, parameter))))
             rows.append((name_of(group, parameter), shape, group["algorithm"], matrices, held, note))
     parts = [table(("parameter", "shape", "algorithm", "matrices", "layout", ""), rows)]
     for group in optimizer.param_groups:
@@ -48,14 +52,32 @@ def describe(optimizer: PeriodicRowMuon) -> str:
     # Staggered, all refresh together in the first step of each entry of the period alone.
     whole = "refresh of all" if optimizer.stagger else "refresh"
     parts.append("\n".join(_cost(kind, plan, rank) for kind, plan in ((whole, refresh), ("row step", row))))
+    if row.gram_state_bytes:
+        parts.append(
+            f"Gram row steps keep {row.gram_state_bytes:,} bytes of state on every rank, beside the momentum; every "
+            "rank computes all factors of what it holds a part of"
+        )
     return "\n\n".join(parts)
+
+
+def _cheap_step(optimizer: PeriodicRowMuon, parameter: Tensor) -> str:
+    """What a parameter does between refreshes, where there is a choice."""
+    layout = optimizer._layouts.get(parameter)
+    if optimizer.options.cheap_step == "row" or layout is None:
+        return ""
+    shape = optimizer._gram_shape(parameter)
+    if shape is None:
+        return f"row steps: {why_plain(layout)}"
+    return f"Gram row steps, {shape.num_blocks} of {shape.block}x{shape.block}"
 
 
 def _options(optimizer: PeriodicRowMuon) -> dict[str, object]:
     """What the constructor decides and no group says."""
     options = optimizer.options
     state_dtype = optimizer.state_dtype or "the parameter's"
+    names = ("cheap_step", "gram_decay", "gram_damping") if options.cheap_step != "row" else ()
     return {
+        **{name: repr(getattr(options, name)) for name in names},
         "refresh": repr(options.refresh),
         "stagger": optimizer.stagger,
         "ns_dtype": optimizer.ns_dtype,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rowmuon.buckets import Bucket, Piece, Route, needs_exchange, travels
 from rowmuon.exchange import Exchange, Work, explained
+from rowmuon.factors import prepare_gram_row_steps, renew_factors
 from rowmuon.orthogonalize import newton_schulz
 from rowmuon.plan import StepPlan
 from rowmuon.shards import (
@@ -32,6 +34,7 @@ from rowmuon.shards import (
     with_gradients,
     write_part,
 )
+from rowmuon.stacks import by_ranks
 from rowmuon.traffic import StepTraffic
 
 __all__ = ["Flight", "Phase", "Runtime", "add_over", "all_finite"]
@@ -101,7 +104,14 @@ class Runtime:
             RuntimeError: the row step can't be compiled here.
         """
         split = [shards[index] for part in plan.split_rows(self.rank) for index in part.members]
-        self._step_rows = prepare_row_steps(self._whole(plan, shards), split, compile=self.compile_rows)
+        gram_rows = prepare_gram_row_steps([shards[index] for index in plan.gram_rows])
+        rows = prepare_row_steps(self._whole(plan, shards), split, compile=self.compile_rows)
+
+        def step_rows() -> None:
+            rows()
+            gram_rows()
+
+        self._step_rows = step_rows
 
     def execute(
         self,
@@ -147,6 +157,8 @@ class Runtime:
             returning.append(flight)
             with phase("gather"):
                 self._land(returning, shards, counts, num_kept=i + 1 - applied[i + 1])
+        for stacks in by_ranks(plan.gram_stacks(self.rank)):
+            renew_factors(stacks, shards, plan.options, partial(self._all_reduce, counts=counts), phase)
 
     def _land(self, returning: list[Flight], shards: Sequence[Shard], counts: StepTraffic, num_kept: int) -> None:
         """Applies what has come home, but leaves the youngest flights under way while the next bucket is computed."""
@@ -159,7 +171,9 @@ class Runtime:
             self._apply(returning.pop(0), shards, counts)
 
     def _whole(self, plan: StepPlan, shards: Sequence[Shard]) -> list[Shard]:
-        return [shards[index] for index in plan.rows if not plan.entries[index].layout.column_axes]
+        """Those that take a plain row step and have whole rows here."""
+        others = {*plan.gram_rows}
+        return [shards[i] for i in plan.rows if i not in others and not plan.entries[i].layout.column_axes]
 
     def _start_split_rows(
         self, plan: StepPlan, shards: Sequence[Shard], counts: StepTraffic
@@ -172,10 +186,7 @@ class Runtime:
             sizes = [part.numel() for part in parts]
             total = torch.cat(parts)
             del parts
-            counts.num_collectives += 1
-            counts.bytes_sent += 2 * (len(ranks) - 1) * total.numel() * total.element_size() // len(ranks)
-            with explained(self.rank, ranks):
-                work = Work([dist.all_reduce(total, group=self.group_of(ranks), async_op=True)], self.rank, ranks)
+            work = self._all_reduce(total, ranks, counts)
 
             def finish(
                 members: tuple[int, ...] = members,
@@ -320,6 +331,14 @@ class Runtime:
         return torch.empty(numel, dtype=bucket.comm_dtype, device=shards[bucket.matrices[0].entry].weight.device)
 
     # ---------------------------------------------------------------------------------------------- collectives
+
+    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], counts: StepTraffic, maximum: bool = False) -> Work:
+        counts.num_collectives += 1
+        counts.bytes_sent += 2 * (len(ranks) - 1) * tensor.numel() * tensor.element_size() // len(ranks)
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        with explained(self.rank, ranks):
+            work = dist.all_reduce(tensor, op=op, group=self.group_of(ranks), async_op=True)
+        return Work([work], self.rank, ranks)
 
     def _all_gather(self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic) -> Work:
         counts.num_collectives += 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rowmuon import compiled
 from rowmuon.buckets import Bucket, Piece, Route, lies_in_order
+from rowmuon.gram import GramState
 from rowmuon.groups import name_of
 from rowmuon.layout import ROWS, Box, Layout, local_tensor
 from rowmuon.update import (
@@ -65,6 +66,7 @@ class Shard:
     row_scale: float
     has_momentum: bool = False  # whether this step's gradient is in the momentum already
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tensor, its copy where no view was possible)
+    gram: GramState | None = None  # of a parameter that takes Gram row steps
 
     @cached_property
     def weight(self) -> Tensor:

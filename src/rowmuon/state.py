@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from rowmuon import adamw
+from rowmuon.factors import GRAM_KEYS, check_gram_period, gram_dtypes, init_gram_state
+from rowmuon.gram import GramShape
 from rowmuon.groups import check_hyper, flops_per_matrix
+from rowmuon.layout import local_tensor
 from rowmuon.period import assign_phases, check_period
 from rowmuon.update import spectral_scale
 
@@ -21,12 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["adapt_state_dict", "finish_loading", "init_state", "stagger_phases"]
 
 
-def init_state(parameter: Tensor, group: Mapping[str, Any], state_dtype: torch.dtype | None) -> dict[str, Any]:
-    """The state of a parameter before its first step: the same keys on every rank, placed like the parameter."""
+def init_state(
+    parameter: Tensor, group: Mapping[str, Any], state_dtype: torch.dtype | None, gram: GramShape | None = None
+) -> dict[str, Any]:
+    """The state of a parameter before its first step: the same keys on every rank, placed like the parameter.
+
+    What Gram row steps keep, of ``gram``'s shape, is whole on every rank.
+    """
     if group["algorithm"] == "adamw":
         return adamw.init_state(parameter, group)
     momentum = torch.zeros_like(parameter, dtype=state_dtype, memory_format=torch.preserve_format, requires_grad=False)
-    return {"momentum_buffer": momentum, "step": 0, "phase": 0}
+    return {"momentum_buffer": momentum, "step": 0, "phase": 0, **init_gram_state(parameter, gram)}
 
 
 def stagger_phases(optimizer: PeriodicRowMuon, keep: bool = False) -> None:
@@ -81,14 +89,16 @@ def adapt_state_dict(state_dict: dict[str, Any], optimizer: PeriodicRowMuon) -> 
             if key != "params":
                 saved.setdefault(key, value)
         for index, parameter, name in zip(saved["params"], group["params"], names, strict=True):
+            gram = optimizer._gram_shape(parameter)
             entry = saved_state.get(index) or init_state(parameter, group, optimizer.state_dtype)
             translate = _adamw_entry if group["algorithm"] == "adamw" else _muon_entry
-            saved_state[index] = translate(entry, saved, mu)
+            saved_state[index] = _with_gram(translate(entry, saved, mu), parameter, gram)
             problems += _state_problems(saved_state[index], parameter, group, name)
     if problems:
         raise ValueError("the state dict doesn't fit: " + "; ".join(problems))
     for saved in saved_groups:
         check_hyper(saved, "the state dict")
+        check_gram_period(saved, optimizer.options, "the state dict")
     for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
         for index, parameter in zip(saved["params"], group["params"], strict=True):
             saved_state[index] = _copied(saved_state[index], parameter)
@@ -109,8 +119,29 @@ def finish_loading(optimizer: PeriodicRowMuon) -> None:
                 momentum = momentum.tensor
             dtype = optimizer.state_dtype or parameter.dtype
             state["momentum_buffer"] = momentum.to(device=parameter.device, dtype=dtype)
+            _finish_gram(state, optimizer.ns_dtype)
             if not optimizer.stagger:
                 state["phase"] = 0
+
+
+def _with_gram(entry: dict[str, Any], parameter: Tensor, gram: GramShape | None) -> dict[str, Any]:
+    """What Gram row steps keep: dropped where this optimizer takes none, new where it isn't there or of another shape.
+
+    The next step is a refresh where it is new.
+    """
+    kept = {key: entry.pop(key) for key in GRAM_KEYS if key in entry}
+    if gram is None:
+        return entry
+    fits = len(kept) == len(GRAM_KEYS) and all(tuple(kept[key].shape) == gram.size for key in GRAM_KEYS[:2])
+    return {**entry, **(kept if fits else init_gram_state(parameter, gram))}
+
+
+def _finish_gram(state: dict[str, Any], ns_dtype: torch.dtype) -> None:
+    if "gram_ema" in state:
+        for key, dtype in zip(GRAM_KEYS[:2], gram_dtypes(ns_dtype), strict=True):
+            value = state[key].tensor if isinstance(state[key], _Kept) else state[key]
+            state[key] = value.to(device=local_tensor(state["momentum_buffer"]).device, dtype=dtype)
+        state["num_grams"] = int(state["num_grams"])
 
 
 def _muon_entry(entry: dict[str, Any], saved: Mapping[str, Any], mu: float) -> dict[str, Any]:
@@ -134,10 +165,12 @@ def _copied(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     out = {}
     for key, value in entry.items():
         if isinstance(value, Tensor):
-            value = value.clone() if key == "step" else _placed_like(value, parameter)
+            whole = getattr(value, "full_tensor", value.clone)
+            value = whole() if key in ("step", *GRAM_KEYS) else _placed_like(value, parameter)
         out[key] = value
-    if "momentum_buffer" in out:
-        out["momentum_buffer"] = _Kept(out["momentum_buffer"])
+    for key in ("momentum_buffer", *GRAM_KEYS[:2]):
+        if key in out:
+            out[key] = _Kept(out[key])
     return out
 
 

@@ -5,9 +5,11 @@
     W <- W (1 - lr weight_decay)
     refresh:   W <- W - lr s_spectral NewtonSchulz(U)
     row step:  W <- W - lr row_scale s_row U_i / ||U_i||       for each row i; a row of zeros stays where it is
+    Gram row step: the same with U Q instead of U, see `gram_factors`
 
 The first step is a refresh, then every K-th; a schedule ((0, 3), (8000, 1)) starts anew with a refresh at each change.
-A parameter without a gradient stays as it is, with its momentum; its steps are counted all the same.
+A parameter without a gradient stays as it is, with its momentum; its steps are counted all the same. At a refresh its
+momentum stands for U in the mean of Gram matrices.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ class MuonSettings:
     chunks: int = 1
     stack_dims: int | None = None
     maximize: bool = False
+    cheap_step: str = "row"
+    gram_decay: float = 0.8
+    gram_damping: float = 1e-3
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,9 @@ def run(
     for step, grads in enumerate(gradients):
         for i, (grad, setting) in enumerate(zip(grads, settings, strict=True)):
             if grad is None:
+                refreshes = isinstance(setting, MuonSettings) and is_refresh(setting.period, step)
+                if refreshes and setting.cheap_step == "gram_row" and "momentum" in states[i]:
+                    update_grams(states[i], states[i]["momentum"], setting)
                 continue
             grad = np.asarray(grad, dtype=np.float64)
             one_step = adamw_step if isinstance(setting, AdamWSettings) else muon_step
@@ -88,8 +96,14 @@ def muon_step(weight: Array, grad: Array, state: dict[str, Any], s: MuonSettings
     state["momentum"] = momentum
 
     refresh = is_refresh(s.period, step)
+    balanced = direction
+    if s.cheap_step == "gram_row":
+        if refresh:
+            update_grams(state, direction, s)
+        else:
+            balanced = multiply_blocks(direction, gram_factors(state, s))
     new = []
-    for w, u in zip(matrices(weight, s), matrices(direction, s), strict=True):
+    for w, u in zip(matrices(weight, s), matrices(direction if refresh else balanced, s), strict=True):
         num_rows, num_cols = w.shape
         w = w * (1 - lr * s.weight_decay)
         scale = spectral_scale(num_rows, num_cols, s.adjust_lr_fn)
@@ -100,6 +114,50 @@ def muon_step(weight: Array, grad: Array, state: dict[str, Any], s: MuonSettings
             w = w - lr * s.row_scale * scale * normalize_rows(u)
         new.append(w)
     return np.concatenate([w.reshape(-1) for w in new]).reshape(weight.shape)
+
+
+def column_blocks(columns: int, rows: int, chunks: int) -> list[slice]:
+    """Blocks of columns that have a Gram matrix of their own: as wide as a chunk is high, or one of all columns."""
+    width = rows // chunks
+    if columns <= width or columns % width:
+        width = columns
+    return [slice(start, start + width) for start in range(0, columns, width)]
+
+
+def update_grams(state: dict[str, Any], direction: Array, s: MuonSettings) -> None:
+    """E <- decay E + (1 - decay) U^T U / tr(U^T U) of each block U of columns; the first is taken as it is.
+
+    Of zeros there is no such matrix: E stays as it was.
+    """
+    U = direction.reshape(direction.shape[0], -1)
+    blocks = column_blocks(U.shape[1], U.shape[0], s.chunks)
+    emas = state.setdefault("grams", [None for _ in blocks])
+    for i, columns in enumerate(blocks):
+        X = U[:, columns]
+        if np.any(X):
+            X = X / np.abs(X).max()
+            gram = X.T @ X
+            gram = gram / np.trace(gram)
+            emas[i] = gram if emas[i] is None else s.gram_decay * emas[i] + (1 - s.gram_decay) * gram
+
+
+def gram_factors(state: dict[str, Any], s: MuonSettings) -> list[Array | None]:
+    """(E / lambda_max + damping I)^(-1/2) of each block; None for the identity, where there is no E."""
+    factors: list[Array | None] = []
+    for ema in state.get("grams", [None]):
+        if ema is None:
+            factors.append(None)
+            continue
+        values, vectors = np.linalg.eigh(ema)
+        factors.append((vectors * (values / values[-1] + s.gram_damping) ** -0.5) @ vectors.T)
+    return factors
+
+
+def multiply_blocks(direction: Array, factors: Sequence[Array | None]) -> Array:
+    """Each block of columns times its factor."""
+    parts = np.split(direction.reshape(direction.shape[0], -1), len(factors), axis=1)
+    parts = [part if factor is None else part @ factor for part, factor in zip(parts, factors, strict=True)]
+    return np.concatenate(parts, axis=1).reshape(direction.shape)
 
 
 def adamw_step(weight: Array, grad: Array, state: dict[str, Any], s: AdamWSettings, step: int) -> Array:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rowmuon
 from plan_simulation import SMALL_MESHES, entries_on_one_grid
 from rowdit.cost.live_bytes import LiveBytes
-from rowmuon import update
+from rowmuon import gram, update
 from rowmuon.coefficients import resolve_coefficients
 from rowmuon.entries import KernelWorkspace
 from rowmuon.orthogonalize import newton_schulz, newton_schulz_bytes
@@ -141,6 +141,16 @@ def test_the_arithmetic_takes_what_it_says(monkeypatch: pytest.MonkeyPatch, rows
             update.row_step_([w], [m], [g], scales=[1.0], eps=1e-7, **lr, **settings)
         said = sum(update.row_step_bytes(*rows_cols, (weight, momentum), "cpu", maximize))
         assert live.peak <= said + 64 and said <= 1.5 * live.peak + 64, "row step"
+        Q = torch.ones(1, rows_cols[1], rows_cols[1], dtype=other)
+        with LiveBytes() as live:
+            gram.gram_row_step_([w], [m], [g], [Q], scales=[1.0], eps=1e-7, **lr, **settings)
+        said = workspace.gram_rows(*rows_cols, other)
+        assert live.peak <= said + 64 and said <= 1.5 * live.peak + 64, "Gram row step"
+        total, largest = torch.zeros(1, rows_cols[1], rows_cols[1]), torch.ones(())
+        with LiveBytes() as live:
+            gram.add_gram_(total, m, g, largest, **settings)
+        said = workspace.gram(*rows_cols, FP32)
+        assert live.peak <= said + 64 and said <= 1.5 * live.peak + 64, "Gram matrix"
 
 
 # ------------------------------------------------------------------------------------------------------- whole steps
@@ -154,14 +164,26 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     return out
 
 
+@pytest.mark.parametrize("size,num", [(1, 1), (30, 7), (100, 3)])
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_factors_take_what_they_say(monkeypatch: pytest.MonkeyPatch, dtype: Any, size: int, num: int) -> None:
+    for at_once in (1, 2 * size**2, 1 << 22):
+        monkeypatch.setattr(gram, "_AT_ONCE", at_once)
+        stack = torch.eye(size, dtype=dtype).repeat(num, 1, 1) / size
+        with LiveBytes() as live:
+            gram.factorize_(stack, 1e-3)
+        said = gram.factorize_bytes(num, size, dtype)
+        assert live.peak <= said <= 1.3 * live.peak + 1024
+
+
 @pytest.mark.parametrize("stagger", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 100_000, 64 << 20])
 @pytest.mark.parametrize("dtypes", [(FP32, None, BF16), (FP32, BF16, BF16), (BF16, None, FP32), (FP64, None, FP64)])
-def test_steps_of_one_process(dtypes: tuple[Any, Any, Any], bucket_bytes: int, stagger: bool) -> None:
+@pytest.mark.parametrize("cheap_step", ["row", "gram_row"])
+def test_steps_of_one_process(cheap_step: Any, dtypes: tuple[Any, Any, Any], bucket_bytes: int, stagger: bool) -> None:
     weight, state, arithmetic = dtypes
-    optimizer = rowmuon.PeriodicRowMuon(
-        parameters(weight), period=3, state_dtype=state, ns_dtype=arithmetic, bucket_bytes=bucket_bytes, stagger=stagger
-    )
+    how = {"bucket_bytes": bucket_bytes, "stagger": stagger, "cheap_step": cheap_step}
+    optimizer = rowmuon.PeriodicRowMuon(parameters(weight), period=3, state_dtype=state, ns_dtype=arithmetic, **how)
     for _ in range(4):
         plan = optimizer._plan(optimizer._muon_params())
         with LiveBytes() as live:

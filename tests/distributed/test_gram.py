@@ -1,0 +1,215 @@
+"""Gram row steps on shards: the float64 reference, traffic as planned and counted, checkpoints at other rank counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ranks.checks import assert_same_bits_on_replicas, counted_step, relative
+from ranks.expected import expected_weights
+from ranks.models import EVERY_SHAPE, build, give_gradients, optimizer_on, start
+from ranks.placing import full_of, parse
+from rowmuon import gram
+
+GRAM = {"cheap_step": "gram_row"}
+NUM_STEPS = 5  # refresh, cheap, cheap, refresh, cheap
+LAYOUTS = {
+    1: ("1:plain", "1:S0"),
+    2: ("2:R", "2:S0", "2:S1"),
+    4: ("4:plain", "4:S0", "2x2:R,S0", "2x2:S0,R", "2x2:X0,S0", "2x2:S0,S1"),
+}
+GRID = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
+# Of the update of a step, as in test_grid.py; float32 factors err by up to 1e-4, see `rowmuon.gram`.
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.05}
+
+
+def rows_are_split(layout: str, ndim: int) -> bool:
+    shape, names = parse(layout)
+    column = "2" if ndim == 3 else "1"
+    return any(size > 1 and name[1:] == column for size, name in zip(shape, names, strict=True))
+
+
+def takes_gram(spec: Any, layout: str) -> bool:
+    return spec.algorithm == "muon" and len(spec.shape) != 3 and not rows_are_split(layout, len(spec.shape))
+
+
+@contextmanager
+def exact_eigenvalues() -> Iterator[None]:
+    """As many power iterations as it takes, for the reference has the exact eigenvalue."""
+    before, gram._NUM_POWERS = gram._NUM_POWERS, 300
+    try:
+        yield
+    finally:
+        gram._NUM_POWERS = before
+
+
+def run_grid(layout: str, dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    specs = [dataclasses.replace(spec, settings=GRAM) if takes_gram(spec, layout) else spec for spec in EVERY_SHAPE]
+    params = build(EVERY_SHAPE, layout)
+    how = {"ns_dtype": dtype, "comm_dtype": dtype, **GRAM, **settings}
+    optimizer = optimizer_on(params, EVERY_SHAPE, layout, **how)
+    before = full_of(params, on_rank=0)
+    for step in range(NUM_STEPS):
+        give_gradients(params, EVERY_SHAPE, step)
+        with exact_eigenvalues():
+            kind, num_collectives = counted_step(optimizer, watched=step in (1, 3))
+        if kind == "row" and not rows_are_split(layout, 2) and not rows_are_split(layout, 3):
+            assert num_collectives == 0
+        assert_same_bits_on_replicas(params)
+        after = full_of(params, on_rank=0)
+        if dist.get_rank() == 0:
+            for spec in specs:
+                right = expected_weights(specs, step + 1)[spec.name] - expected_weights(specs, step)[spec.name]
+                error = relative(after[spec.name].double() - before[spec.name].double(), right)
+                assert error <= TOLERANCE[dtype], f"step {step} ({kind}), {spec.name} {spec.shape}: off by {error:.2g}"
+        before = after
+    assert_factors_are_alike(optimizer)
+
+
+def assert_factors_are_alike(optimizer: Any) -> None:
+    """The same bits on all ranks that hold a part, or a run would drift apart."""
+    kept = [s[key] for s in optimizer.state.values() for key in ("gram_ema", "gram_factor") if key in s]
+    if dist.get_world_size() > 1 and kept:
+        mine = torch.cat([value.double().flatten() for value in kept])
+        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, mine)
+        assert all(torch.equal(mine, other) for other in others)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), GRID)
+def test_equals_the_reference(ranks, world_size, layout):
+    ranks(world_size).run(run_grid, layout, torch.float32, {})
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "2:S0")])
+def test_gather_equals_the_reference(ranks, world_size, layout):
+    ranks(world_size).run(run_grid, layout, torch.float32, {"refresh": "gather"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"bucket_bytes": 1}, {"nesterov": False, "maximize": True}, {"overlap": "backward"}, {"compile": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("world_size", [2])
+def test_other_settings_are_the_same(ranks, world_size, settings):
+    ranks(world_size).run(check_settings, "2:S0", settings)
+
+
+def check_settings(layout: str, settings: dict[str, Any]) -> None:
+    """Sharded is what one process makes of it."""
+    found, right = build(EVERY_SHAPE, layout), build(EVERY_SHAPE, "1:alone")
+    here = optimizer_on(found, EVERY_SHAPE, layout, **GRAM, **settings)
+    there = optimizer_on(right, EVERY_SHAPE, **GRAM, **{**settings, "overlap": None, "compile": False})
+    for step in range(NUM_STEPS):
+        give_gradients(found, EVERY_SHAPE, step)
+        give_gradients(right, EVERY_SHAPE, step)
+        counted_step(here, watched=False)
+        there.step()
+    for name, value in full_of(found).items():
+        origin = next(start(spec) for spec in EVERY_SHAPE if spec.name == name).double()
+        assert relative(value.double() - origin, right[name].detach().double() - origin) < 1e-4, name
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_bf16_and_a_rank_without_gradients(ranks, world_size):
+    ranks(world_size).run(run_grid, "2:S0", torch.bfloat16, {})
+    ranks(world_size).run(run_without_gradients, "2:S0")
+
+
+def run_without_gradients(layout: str) -> None:
+    """The other rank's factors are renewed by its momentum, and nobody waits for anyone."""
+    params = build(EVERY_SHAPE, layout)
+    optimizer = optimizer_on(params, EVERY_SHAPE, layout, **GRAM)
+    for step in range(NUM_STEPS):
+        give_gradients(params, EVERY_SHAPE, step)
+        if dist.get_rank() == 1 and step >= 2:
+            for parameter in params.values():
+                parameter.grad = None
+        optimizer.step()
+    assert_factors_are_alike(optimizer)
+    assert all(bool(value.isfinite().all()) for value in full_of(params).values())
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+SAVED_AT, END = 4, 9
+
+
+def model_of(layout: str) -> nn.Module:
+    model = nn.Module()
+    for name, parameter in build(EVERY_SHAPE, layout).items():
+        model.register_parameter(name, parameter)
+    return model
+
+
+def run_steps(model: nn.Module, optimizer: Any, first: int, last: int) -> dict[str, Tensor]:
+    params = dict(model.named_parameters())
+    for step in range(first, last):
+        give_gradients(params, EVERY_SHAPE, step)
+        assert optimizer.next_step_kind == ("row" if step % 3 else "refresh")
+        optimizer.step()
+    return full_of(params)
+
+
+def whole_state(model: nn.Module, optimizer: Any, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def save(layout: str, folder: str, flat: bool) -> None:
+    """In the middle of a period."""
+    model = model_of(layout)
+    optimizer = optimizer_on(dict(model.named_parameters()), EVERY_SHAPE, layout, **GRAM)
+    run_steps(model, optimizer, 0, SAVED_AT)
+    dcp.save(whole_state(model, optimizer, flat), checkpoint_id=f"{folder}/dcp")
+    end = run_steps(model, optimizer, SAVED_AT, END)
+    if dist.get_rank() == 0:
+        torch.save(end, f"{folder}/end.pt")
+
+
+def load_and_finish(layout: str, folder: str, flat: bool, exactly: bool) -> None:
+    model = model_of(layout)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = optimizer_on(dict(model.named_parameters()), EVERY_SHAPE, layout, **GRAM)
+    state = whole_state(model, optimizer, flat)
+    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    set_model_state_dict(model, state["model"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    found, right = run_steps(model, optimizer, SAVED_AT, END), torch.load(f"{folder}/end.pt")
+    for spec in EVERY_SHAPE:
+        if exactly:
+            assert torch.equal(found[spec.name], right[spec.name]), f"{spec.name}: other bits"
+        origin = start(spec).double()
+        error = relative(found[spec.name].double() - origin, right[spec.name].double() - origin)
+        assert error <= 1e-4, f"{spec.name}: off by {error:.2g}"
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("world_size", [2])
+def test_a_checkpoint_resumes_bit_by_bit_and_at_another_number_of_ranks(ranks, world_size, flat, tmp_path):
+    ranks(2).run(save, "2:S0", str(tmp_path), flat)
+    ranks(2).run(load_and_finish, "2:S0", str(tmp_path), flat, True)
+    ranks(1).run(load_and_finish, "1:S0", str(tmp_path), flat, False)
+    if not flat:
+        ranks(4).run(load_and_finish, "2x2:X0,S0", str(tmp_path), flat, False)
