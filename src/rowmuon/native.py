@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -28,6 +29,7 @@ _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared
 # The first that the compiler knows: not all have OpenMP (Apple's), or name the machine so.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
 _LEAST_NUMEL = 1 << 15  # of a thread: under that, waking it costs more than it does
+_TIMEOUT_S = 120.0  # of a compiler that takes a second, on a machine that is busy with much else
 
 
 def takes(weight: Tensor, momentum: Tensor, grad: Tensor) -> bool:
@@ -53,14 +55,13 @@ def build(weight: torch.dtype, momentum: torch.dtype, grad: torch.dtype) -> Call
     """The kernel for these dtypes. Takes about a second, once in a process.
 
     Raises:
-        OSError, subprocess.SubprocessError: there is no compiler, or it fails; the message is its first line.
+        OSError, subprocess.SubprocessError: there is no compiler, it fails or hangs, or what it made can't be loaded;
+            the message is one line.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler (g++, clang++ or c++) on PATH, and CXX isn't set")
+    compiler = _compiler()
     dtypes = {"WEIGHT": weight, "MOMENTUM": momentum, "GRAD": grad}
     common = [
-        *compiler.split(),
+        *compiler,
         *_FLAGS,
         *(f"-D{name}={_TYPES[dtype]}" for name, dtype in dtypes.items()),
         str(_SOURCE),
@@ -68,18 +69,72 @@ def build(weight: torch.dtype, momentum: torch.dtype, grad: torch.dtype) -> Call
     with tempfile.TemporaryDirectory(prefix="rowmuon-", ignore_cleanup_errors=True) as folder:
         library = Path(folder) / "row_step.so"
         for extra in _EXTRA_FLAGS:
-            command = [*common, *extra, "-o", str(library)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
+            done = _run([*common, *extra, "-o", str(library)])
+            if done.returncode == 0 and library.exists():  # where SIGCHLD is ignored all codes are 0
                 break
         else:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise subprocess.SubprocessError(f"{compiler}: {(lines or [f'exit code {done.returncode}'])[0]}")
-        kernel = ctypes.CDLL(str(library)).row_steps
+            reason = (lines or [f"exit code {done.returncode}, and no library was made"])[0]
+            raise subprocess.SubprocessError(f"{shlex.join(compiler)}: {reason}")
+        try:
+            kernel = ctypes.CDLL(str(library)).row_steps
+        except OSError as error:
+            raise OSError(
+                f"{error} (if programs may not be run from {tempfile.gettempdir()}, name another folder in TMPDIR)"
+            ) from error
     number = ctypes.c_double
     kernel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, *[number] * 5, ctypes.c_int64]
     kernel.restype = None
     return kernel
+
+
+def _compiler() -> list[str]:
+    """CXX is the path of a compiler, spaces and all, or a command with arguments, quoted as for a shell."""
+    named = os.environ.get("CXX", "").strip()
+    if not named:
+        found = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+        if found is None:
+            raise FileNotFoundError("no C++ compiler (g++, clang++ or c++) on PATH, and CXX isn't set")
+        return [found]
+    if shutil.which(named):
+        return [named]
+    try:
+        return shlex.split(named)
+    except ValueError as error:
+        raise OSError(f"CXX={named!r} is no command: {error}") from error
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",  # a compiler may speak another encoding than this process
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+
+
+# libgomp's threads are gone in a forked child, which would wait for them: one whose parent had some goes alone.
+_had_threads = False
+_goes_alone = False
+
+
+def _after_fork() -> None:
+    global _goes_alone
+    _goes_alone = _goes_alone or _had_threads
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _num_threads(numel: int) -> int:
+    global _had_threads
+    wanted = 1 if _goes_alone else min(torch.get_num_threads(), 1 + numel // _LEAST_NUMEL)
+    _had_threads = _had_threads or wanted > 1
+    return wanted
 
 
 @torch.no_grad()
@@ -107,7 +162,6 @@ def row_step_(
         num_rows, num_cols = weight.shape
         numel += num_rows * num_cols
         places += (weight.data_ptr(), momentum.data_ptr(), grad.data_ptr(), num_rows, num_cols)
-    num_threads = min(torch.get_num_threads(), 1 + numel // _LEAST_NUMEL)
     build(*(tensor.dtype for tensor in matrices[0]))(
         (ctypes.c_int64 * len(places))(*places),
         (ctypes.c_double * len(steps))(*steps),
@@ -117,7 +171,7 @@ def row_step_(
         1 - beta if nesterov else 0.0,
         1 - decay,
         floor,
-        num_threads,
+        _num_threads(numel),
     )
     # The kernel writes behind autograd's back; a graph that has kept one of these must notice, as with any other step.
     written = [tensor for weight, momentum, _ in matrices for tensor in (weight, momentum) if not tensor.is_inference()]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import shutil
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -244,7 +246,16 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("compiler", ["none", "gone", "fails"])
+BROKEN = {  # what it does, and what is told of it
+    "fails": ("echo first line >&2; echo 'row_step.cpp:1: error: too old' >&2; exit 1", "error: too old"),
+    "speaks latin-1": ("printf 'erreur: \\351chec, error\\n' >&2; exit 1", "chec, error"),
+    "hangs": ("exec sleep 60", "timed out after 0.2 seconds"),
+    "writes nothing": ("exit 0", "cxx: exit code 0, and no library was made"),
+    "writes no library": ('while [ "$1" != -o ]; do shift; done; echo text >"$2"', "TMPDIR"),
+}
+
+
+@pytest.mark.parametrize("compiler", ["none", "gone", "no command", *BROKEN])
 def test_without_a_working_compiler_nothing_changes_and_the_way_out_is_named(
     compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nothing_is_built: None
 ) -> None:
@@ -252,10 +263,15 @@ def test_without_a_working_compiler_nothing_changes_and_the_way_out_is_named(
     if compiler == "none":
         monkeypatch.setenv("PATH", str(tmp_path))
         reason = "no C\\+\\+ compiler"
+    elif compiler in BROKEN:
+        text, reason = BROKEN[compiler]
+        monkeypatch.setenv("CXX", script(tmp_path / "cxx", text))
+        monkeypatch.setattr(native, "_TIMEOUT_S", 0.2 if compiler == "hangs" else 60)
     else:
-        failing = script(tmp_path / "cxx", "echo first line >&2; echo 'row_step.cpp:1: error: too old' >&2; exit 1")
-        monkeypatch.setenv("CXX", failing if compiler == "fails" else str(tmp_path / "gone"))
-        reason = "error: too old" if compiler == "fails" else "gone"
+        named, reason = {"gone": (str(tmp_path / "gone"), "gone"), "no command": ("g++ '", "No closing quotation")}[
+            compiler
+        ]
+        monkeypatch.setenv("CXX", named)
     params = make_params([(4, 6)])
     opt = rowmuon.PeriodicRowMuon(params, lr=0.02, period=None, compile=True)
     give_grads(params, 0)
@@ -282,6 +298,46 @@ def test_a_compiler_without_openmp_or_names_of_machines_will_do(
     compiled.row_step_([weight], [momentum], [grad], scales=[0.3], **STEP)
     update.row_step_([expected[0]], [expected[1]], [grad], scales=[0.3], **STEP)
     torch.testing.assert_close((weight, momentum), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("named", ["{}", "'{}' -O1 -DWORDS='a b'", " {} ", "  "])
+def test_cxx_is_a_path_or_a_command_or_nothing(
+    named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nothing_is_built: None
+) -> None:
+    real = shutil.which("g++") or shutil.which("clang++")
+    (tmp_path / "my tools").mkdir()
+    seen = tmp_path / "seen"
+    path = script(tmp_path / "my tools" / "cxx", f'echo "$@" >>{seen}; exec {real} "$@"')
+    monkeypatch.setenv("CXX", named.format(path))
+    monkeypatch.setattr(native, "_FLAGS", ("-std=c++17", "-shared", "-fPIC"))  # sooner built
+    native.build(*FP32)
+    assert seen.exists() == bool(named.strip())
+    assert ("-O1 -DWORDS=a b" in seen.read_text() if seen.exists() else False) == ("-O1" in named)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A worker of a DataLoader, or a run that is forked off a notebook.
+    monkeypatch.setattr(native, "_LEAST_NUMEL", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    tensors = torch.randn(3, 40, 50)
+    kept = tensors.clone()
+
+    def step(values: Tensor) -> Tensor:
+        weight, momentum, grad = values.unbind()
+        compiled.row_step_([weight], [momentum], [grad], scales=[0.3], **STEP)
+        return weight
+
+    expected = step(tensors)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        found = step(kept)
+        os._exit(0 if torch.equal(found, expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert native._num_threads(1 << 20) == 2  # here they still are
 
 
 def test_one_build_for_each_combination_of_dtypes(nothing_is_built: None) -> None:
