@@ -31,13 +31,13 @@ from rowdit.study.steps import (
     build_optimizer,
     gram_direction,
     gram_factor,
-    gram_row_direction,
-    input_gram,
-    inverse_root,
 )
 from rowdit.study.task import change
 from rowdit.train.config import OptimizerConfig
 from rowdit.train.loop import train
+from rowmuon.factors import gram_block
+from rowmuon.gram import add_gram_, factorize_, largest_entry, update_gram_
+from rowmuon.layout import local_layout
 
 SNAPSHOTS = (60, 150, 300, 450, 570)
 AGES = (1, 2, 9)
@@ -58,13 +58,25 @@ def unit(D_mn: Tensor) -> Tensor:
     return D_mn / torch.linalg.vector_norm(D_mn).clamp_min(torch.finfo(D_mn.dtype).tiny)
 
 
+def input_side(whole: Tensor, num_chunks: int) -> Tensor:
+    """The factor of a Gram row step, (num_blocks, b, b), after this refresh alone."""
+    block = gram_block(local_layout(tuple(whole.shape), stack_dims=0, chunks=num_chunks))
+    total = whole.new_zeros(whole.shape[1] // block, block, block)
+    add_gram_(
+        total, whole, None, largest_entry(whole, None, nesterov=False, dtype=total.dtype), beta=0.0, nesterov=False
+    )
+    ema = torch.zeros_like(total)
+    update_gram_(ema, total, decay=0.0)
+    return factorize_(ema, DAMPING)
+
+
 class Snapshot:
     """What a refresh of one chunk would leave behind."""
 
     def __init__(self, U_mn: Tensor, whole: Tensor, num_chunks: int) -> None:
         self.spectral = spectral(U_mn)
         self.small_side = gram_factor(U_mn, DAMPING)
-        self.input_side = inverse_root(input_gram(whole, num_chunks), DAMPING)
+        self.input_side = input_side(whole, num_chunks)
 
     def directions(self, U_mn: Tensor) -> dict[str, Tensor]:
         """What each cheap step would do with the momentum as it is now."""
@@ -77,7 +89,11 @@ class Snapshot:
             "that and a row step": unit(row) + unit(self.spectral),
             "gram, small side": gram,
             "gram, small side, then rows": rows(gram),
-            "gram_row": gram_row_direction(U_mn, self.input_side),
+            "gram_row": rows(
+                torch.cat(
+                    [U @ Q for U, Q in zip(U_mn.split(len(self.input_side[0]), 1), self.input_side, strict=True)], 1
+                )
+            ),
             "4 blocks": blocks_direction(U_mn, 4, spectral),
         }
 

@@ -88,7 +88,7 @@ ROWDIT = {
 }
 PLANNED = {"cost"}  # has its row, and no files yet
 # Beside what `rowmuon` itself lists as public, one part may see one more module: prices are those of the real plan.
-ROWDIT_SEES_OF_ROWMUON = {"cost": {"plan", "buckets", "layout", "members"}}
+ROWDIT_SEES_OF_ROWMUON = {"cost": {"plan", "buckets", "layout", "members", "stacks"}}
 # Third-party modules that may be imported when a module is loaded. Anything else is imported where it is needed.
 LOADED_AT_THE_TOP = {
     "rowmuon": {"torch"},

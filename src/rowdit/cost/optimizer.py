@@ -51,6 +51,7 @@ class Routed:
     """A parameter and what the optimizer makes of it.
 
     state_bytes: for each element, in the optimizer's state.
+    whole_bytes: beside that, on every rank (what Gram row steps keep).
     """
 
     name: str
@@ -58,6 +59,7 @@ class Routed:
     algorithm: str
     chunks: int
     state_bytes: int
+    whole_bytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -134,7 +136,8 @@ def _routed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sequence[Rout
         state = optimizer.state.get(parameter, {})
         momentum = state.get("momentum_buffer", parameter)
         size = momentum.dtype.itemsize if algorithm == "muon" else 2 * parameter.dtype.itemsize
-        routed.append(Routed(name, tuple(parameter.shape), algorithm, group.get("chunks", 1), size))
+        whole = sum(state[key].nbytes for key in ("gram_ema", "gram_factor") if key in state)
+        routed.append(Routed(name, tuple(parameter.shape), algorithm, group.get("chunks", 1), size, whole))
     return routed
 
 

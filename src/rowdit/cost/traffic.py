@@ -14,6 +14,7 @@ from rowmuon.buckets import Bucket, needs_exchange
 from rowmuon.layout import Layout
 from rowmuon.members import Held, runs_of
 from rowmuon.plan import StepPlan
+from rowmuon.stacks import gram_bytes
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def bytes_sent(plan: StepPlan) -> list[int]:
         elif bucket.kind == "exchange":
             for position, sent in enumerate(_exchange_bytes(bucket)):
                 total[position] += sent
-    return total
+    summed = sum(gram_bytes(plan.gram_stacks(grid.ranks[0])))  # groups of one size: the same on all ranks
+    return [sent + summed for sent in total]
 
 
 def flops(plan: StepPlan) -> list[int]:
@@ -56,7 +58,23 @@ def flops(plan: StepPlan) -> list[int]:
     for bucket in plan.buckets:
         for position, count in enumerate(owned_counts(bucket)):
             total[position] += count * bucket.num_flops
+    for layout, (factors, per_row) in _gram_work(plan).items():
+        for position, rank in enumerate(grid.ranks):
+            total[position] += factors + per_row * layout.box(rank).shape[1]
     return total
+
+
+def _gram_work(plan: StepPlan) -> dict[Layout, tuple[int, int]]:
+    """By layout: FLOPs of factors, on every rank, and of products for each row that a rank holds."""
+    work: dict[Layout, tuple[int, int]] = {}
+    renewed = set(plan.renewed)
+    for index in (*plan.renewed, *plan.gram_rows):
+        entry = plan.entries[index]
+        assert entry.gram is not None
+        factors, per_row = work.get(entry.layout, (0, 0))
+        factors += entry.gram.factor_flops if index in renewed else 0
+        work[entry.layout] = factors, per_row + entry.gram.product_flops(1)
+    return work
 
 
 def owned_counts(bucket: Bucket) -> list[int]:

@@ -7,12 +7,11 @@ momentum or its Nesterov mix, as in `rowmuon`.
     sign     D = sign(U) / sqrt(max(m, n))                                           LionMuon, arXiv:2605.19811
     blocks   every block of rows orthogonalised by itself, as if it were a shard     MuonBP, arXiv:2510.16981
     gram     D ~ U (U0^T U0 + damping)^(-1/2), or (U0 U0^T + damping)^(-1/2) U       ours; U0 is U at the last refresh
-    gram_row D ~ rows of U (E[U0^T U0] + damping)^(-1/2), each over its length           ours; E is over the refreshes
 
-`gram` keeps a factor on the matrix's small side from the last refresh, `gram_row` one on the input side, from a running
-mean of Gram matrices over the refreshes. Skipping needs no code: `row_scale` 0.
+`gram` keeps a factor on the matrix's small side from the last refresh. Skipping needs no code: `row_scale` 0.
 
-These are for one process and whole matrices: experiments, not a product. What wins moves to `rowmuon`.
+These are for one process and whole matrices: experiments, not a product. What wins moves to `rowmuon`, as `"gram_row"`
+has (`rowmuon.PeriodicRowMuon`), which keeps one on the input side, from a mean over the refreshes, and then takes rows.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from torch import Tensor, nn
 
 import rowmuon
 from rowdit.train import optimizers
-from rowdit.train.config import CHEAP_STEPS, ConfigError, OptimizerConfig
+from rowdit.train.config import EXPERIMENTS, ConfigError, OptimizerConfig
 
 DEFAULT_NUM_BLOCKS = 4
 DEFAULT_DAMPING = 1e-3
-GRAM_DECAY = 0.8
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that `config` describes, experimental ones too."""
-    if config.cheap_step == "row":
+    if config.cheap_step not in EXPERIMENTS:
         return optimizers.build_optimizer(model, config)
     groups, common = optimizers.muon_arguments(model, config)
     return CheapStepMuon(
@@ -105,67 +103,12 @@ def gram_direction(U_mn: Tensor, factor_rr: Tensor) -> Tensor:
     return torch.where(norm > 0, D * (math.sqrt(min(m, n)) / norm), torch.zeros_like(D)).to(U_mn.dtype)
 
 
-def input_gram(U_mn: Tensor, num_chunks: int) -> Tensor:
-    """The Gram matrix of a whole parameter's input side, every block over its trace: (k, b, b) float64.
-
-    A parameter whose chunks are wider than high has k = n / rows of a chunk column blocks, each by itself, where that
-    divides; others have one. So a block is never larger than a square chunk, or than n. A block of zeros stays zero.
-
-    Args:
-        U_mn: (m, n), floating, finite; all chunks of the parameter.
-        num_chunks: >= 1.
-    """
-    m, n = U_mn.shape
-    rows = m // num_chunks
-    num_blocks = n // rows if n > rows and n % rows == 0 else 1
-    X = U_mn.double()
-    X = X / X.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-    X_kmb = X.view(m, num_blocks, n // num_blocks).transpose(0, 1)
-    G_kbb = X_kmb.mT @ X_kmb
-    trace = G_kbb.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-    return torch.where(trace > 0, G_kbb / trace, torch.zeros_like(G_kbb))
-
-
-def inverse_root(G_kbb: Tensor, damping: float) -> Tensor:
-    """(G / its top eigenvalue + damping)^(-1/2) of every block; the identity where a block is zero.
-
-    Args:
-        G_kbb: (k, b, b), positive semi-definite.
-        damping: > 0.
-    """
-    eigenvalues, vectors = torch.linalg.eigh(G_kbb)
-    top = eigenvalues[:, -1:]
-    weights = (eigenvalues.clamp(min=0) / top.clamp_min(torch.finfo(G_kbb.dtype).tiny) + damping).rsqrt()
-    weights = torch.where(top > 0, weights, torch.ones_like(weights))
-    return (vectors * weights[:, None, :]) @ vectors.mT
-
-
-def gram_row_direction(U_mn: Tensor, factor_kbb: Tensor) -> Tensor:
-    """U times the factor on its input side, then every row over its length, RMS of a polar factor.
-
-    The factor levels the directions of the input side as the refreshes so far saw them, the rows' lengths the output
-    side as it is now. Rows of zeros stay zero.
-
-    Args:
-        U_mn: (m, n), floating; a chunk.
-        factor_kbb: (k, b, b) with k b = n, from `inverse_root`.
-    """
-    m, n = U_mn.shape
-    top = U_mn.abs().max()
-    X = U_mn / top.clamp(min=torch.finfo(U_mn.dtype).tiny)
-    X_kmb = X.view(m, len(factor_kbb), -1).transpose(0, 1)
-    D = (X_kmb @ factor_kbb.to(X.dtype)).transpose(0, 1).reshape(m, n)
-    lengths = torch.linalg.vector_norm(D, dim=1, keepdim=True)
-    D = torch.where(lengths > 0, D / lengths, torch.zeros_like(D))
-    return D / math.sqrt(max(1.0, m / n))
-
-
 class CheapStepMuon(rowmuon.PeriodicRowMuon):
     """Periodic Muon with another cheap step; refreshes, momentum and AdamW groups are `PeriodicRowMuon`'s own.
 
     Args:
         params: groups of plain 2-D parameters, as for `PeriodicRowMuon`.
-        cheap_step: `"sign"`, `"blocks"`, `"gram"` or `"gram_row"`.
+        cheap_step: `"sign"`, `"blocks"` or `"gram"`.
         cheap_scale: RMS of a cheap step over a refresh's, >= 0.
         parameter: number of blocks, or damping; None takes the default.
         **arguments: of `PeriodicRowMuon`, but `row_scale`.
@@ -177,9 +120,8 @@ class CheapStepMuon(rowmuon.PeriodicRowMuon):
     def __init__(
         self, params: Any, *, cheap_step: str, cheap_scale: float, parameter: float | None = None, **arguments: Any
     ) -> None:
-        known = CHEAP_STEPS[1:]
-        if cheap_step not in known:
-            raise ConfigError(f"cheap_step = {cheap_step!r}: must be one of {', '.join(known)}")
+        if cheap_step not in EXPERIMENTS:
+            raise ConfigError(f"cheap_step = {cheap_step!r}: must be one of {', '.join(EXPERIMENTS)}")
         self.cheap_step, self.cheap_scale, self.parameter = cheap_step, cheap_scale, parameter
         # With row_scale 0 the parent's row step only takes the gradient in and decays the weights.
         super().__init__(params, row_scale=0.0, **arguments)
@@ -207,22 +149,14 @@ class CheapStepMuon(rowmuon.PeriodicRowMuon):
         U = torch.lerp(p.grad.to(M.dtype), M, mu) if group["nesterov"] else M  # type: ignore[union-attr]
         chunks = U.chunk(group["chunks"])
         if refreshed:
-            damping = self.parameter or DEFAULT_DAMPING
             if self.cheap_step == "gram":
-                self.state[p]["gram_factor"] = torch.stack([gram_factor(U_mn, damping) for U_mn in chunks])
-            if self.cheap_step == "gram_row":
-                G_kbb = input_gram(U, group["chunks"])
-                before = self.state[p].get("gram")
-                # A momentum of zeros (adaLN's first) says nothing of directions.
-                if before is not None and before.any():
-                    G_kbb = GRAM_DECAY * before + (1 - GRAM_DECAY) * G_kbb if G_kbb.any() else before
-                self.state[p]["gram"] = G_kbb
-                self.state[p]["gram_factor"] = inverse_root(G_kbb, damping)
+                damping = self.parameter or DEFAULT_DAMPING
+                self.state[p]["small_side"] = torch.stack([gram_factor(U_mn, damping) for U_mn in chunks])
             return
         for i, (W_mn, U_mn) in enumerate(zip(p.chunk(group["chunks"]), chunks, strict=True)):
             num_rows, num_cols = U_mn.shape
             scale = rowmuon.spectral_scale(num_rows, num_cols, group["adjust_lr_fn"])
-            D = self._direction(U_mn, group, self.state[p].get("gram_factor"), i)
+            D = self._direction(U_mn, group, self.state[p].get("small_side"), i)
             W_mn.sub_(D.to(W_mn.dtype) * (float(group["lr"]) * self.cheap_scale * scale))
 
     def _direction(self, U_mn: Tensor, group: dict[str, Any], factors: Tensor | None, i: int) -> Tensor:
@@ -236,4 +170,4 @@ class CheapStepMuon(rowmuon.PeriodicRowMuon):
             return blocks_direction(U_mn, int(self.parameter or DEFAULT_NUM_BLOCKS), orthogonalize)
         if factors is None:
             raise RuntimeError("a Gram-factor step before the first refresh")
-        return gram_direction(U_mn, factors[i]) if self.cheap_step == "gram" else gram_row_direction(U_mn, factors)
+        return gram_direction(U_mn, factors[i])

@@ -37,7 +37,8 @@ __all__ = [
 
 OPTIMIZERS = ("adamw", "muon", "periodic")
 SCHEDULES = ("constant", "cosine", "trapezoid", "inverse_sqrt")
-CHEAP_STEPS = ("row", "sign", "blocks", "gram", "gram_row")
+EXPERIMENTS = ("sign", "blocks", "gram")
+CHEAP_STEPS = ("row", "gram_row", *EXPERIMENTS)
 
 
 def _check(section: object, name: str, ok: bool, wanted: str) -> None:
@@ -103,9 +104,11 @@ class OptimizerConfig:
             (first step, period), e.g. ((0, 3), (800, 1)).
         row_scale: of `"periodic"` only. RMS of a row step over that of a refresh. >= 0; at 0 the weights move at
             refreshes alone.
-        cheap_step: of `"periodic"` only. What is done between refreshes: `"row"`, the method's step, or one of the
-            experimental ones of `rowdit.study.steps`, which `compare`, `tune` and `study` know and `train` doesn't.
-        cheap_step_parameter: of experimental steps only; null takes the step's own default.
+        cheap_step: of `"periodic"` only. What is done between refreshes: `"row"`, the method's step; `"gram_row"`, our
+            own, nearer to Muon's and dearer (docs/choose.md), not with a `period` that ends; or one of the experimental
+            ones of `rowdit.study.steps`, which `compare`, `tune` and `study` know and `train` doesn't.
+        cheap_step_parameter: of `"gram"` and `"gram_row"` the damping, of `"blocks"` their number; null takes the
+            step's own default.
     """
 
     name: Literal["adamw", "muon", "periodic"] = "adamw"
@@ -151,6 +154,10 @@ class OptimizerConfig:
         _check(self, "overlap", self.overlap in (None, "backward"), "backward or null")
         _check(self, "ns_coefficients", self.ns_coefficients in rowmuon.COEFFICIENTS, f"one of {names}")
         _check(self, "period", _is_period(self.period), _PERIOD)
+        if self.cheap_step == "gram_row":
+            _check(
+                self, "period", not _ends(self.period), "without null under cheap_step gram_row, which needs refreshes"
+            )
         for key in self._unread():
             if getattr(self, key) != _DEFAULTS[key]:
                 readers = "periodic" if key in _PERIODIC_ONLY else "muon or periodic"
@@ -178,6 +185,10 @@ def _is_period(period: Any) -> bool:
     starts = [start for start, _ in period]
     rises = starts[:1] == [0] and all(a < b for a, b in zip(starts, starts[1:], strict=False))
     return rises and all(every is None or every >= 1 for _, every in period)
+
+
+def _ends(period: Any) -> bool:
+    return any(every is None for _, every in (period if isinstance(period, tuple) else ((0, period),)))
 
 
 _MUON_ONLY = (

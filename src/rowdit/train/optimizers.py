@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rowmuon
-from rowdit.train.config import ConfigError, OptimizerConfig
+from rowdit.train.config import EXPERIMENTS, ConfigError, OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -22,7 +22,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Raises:
         ConfigError: an experimental `cheap_step`; `rowdit.study.steps.build_optimizer` makes those.
     """
-    if config.cheap_step != "row":
+    if config.cheap_step in EXPERIMENTS:
         raise ConfigError(f"cheap_step = {config.cheap_step!r} is experimental; only compare, tune and study know it")
     if config.name == "adamw":
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -46,7 +46,12 @@ def _build_muon(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimi
     groups, common = muon_arguments(model, config)
     if config.name == "muon":
         return rowmuon.Muon(groups, **common)
-    return rowmuon.PeriodicRowMuon(groups, **common, period=config.period, row_scale=config.row_scale)
+    own: dict[str, Any] = {"period": config.period, "row_scale": config.row_scale}
+    if config.cheap_step == "gram_row":
+        own["cheap_step"] = "gram_row"
+        if config.cheap_step_parameter is not None:
+            own["gram_damping"] = config.cheap_step_parameter
+    return rowmuon.PeriodicRowMuon(groups, **common, **own)
 
 
 def muon_arguments(model: nn.Module, config: OptimizerConfig) -> tuple[rowmuon.ParamGroups, dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from torch import nn
 
@@ -21,9 +20,6 @@ from rowdit.study.steps import (
     build_optimizer,
     gram_direction,
     gram_factor,
-    gram_row_direction,
-    input_gram,
-    inverse_root,
     sign_direction,
 )
 from rowdit.train.config import ConfigError, OptimizerConfig
@@ -85,52 +81,6 @@ def test_a_momentum_of_zeros_blows_nothing_up() -> None:
     one_row = torch.zeros(6, 4)
     one_row[2] = 1.0
     assert torch.isfinite(gram_direction(later, gram_factor(one_row, 1e-3))).all()
-
-
-def exact_gram(matrix: np.ndarray[Any, Any], chunks: int) -> list[np.ndarray[Any, Any]]:
-    """The Gram matrices of the column blocks, each over its trace."""
-    m, n = matrix.shape
-    rows = m // chunks
-    size = rows if n > rows and n % rows == 0 else n
-    blocks = [matrix[:, start : start + size] for start in range(0, n, size)]
-    return [block.T @ block / np.trace(block.T @ block) for block in blocks]
-
-
-def exact_gram_row_direction(now: np.ndarray[Any, Any], grams: list[np.ndarray[Any, Any]], damping: float) -> Any:
-    size = len(grams[0])
-    parts = []
-    for k, gram in enumerate(grams):
-        damped = gram / np.linalg.eigvalsh(gram).max() + damping * np.eye(size)
-        parts.append(now[:, k * size : (k + 1) * size] @ np.real(scipy.linalg.fractional_matrix_power(damped, -0.5)))
-    levelled = np.concatenate(parts, axis=1)
-    return scaled_to_polar(levelled / np.linalg.norm(levelled, axis=1, keepdims=True))
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunks", "num_blocks"),
-    [((6, 6), 1, 1), ((12, 4), 3, 1), ((4, 12), 1, 3), ((6, 6), 2, 2), ((4, 10), 1, 1), ((1, 5), 1, 5)],
-)
-def test_gram_row_levels_the_input_side_and_then_the_rows(shape: tuple[int, int], chunks: int, num_blocks: int) -> None:
-    then, now = draw(shape, 0), draw(shape, 1)
-    gram = input_gram(torch.from_numpy(then), chunks)
-    assert len(gram) == num_blocks
-    np.testing.assert_allclose(gram.numpy(), exact_gram(then, chunks), atol=1e-12)
-    got = gram_row_direction(torch.from_numpy(now), inverse_root(gram, 1e-3))
-    np.testing.assert_allclose(got.numpy(), exact_gram_row_direction(now, list(gram.numpy()), 1e-3), atol=1e-9)
-    for scale in (1e-30, 1e30):
-        factor = inverse_root(input_gram(torch.from_numpy(then * scale), chunks), 1e-3)
-        torch.testing.assert_close(gram_row_direction(torch.from_numpy(now * scale), factor), got, atol=1e-9, rtol=0)
-
-
-def test_gram_row_of_zeros_blows_nothing_up() -> None:
-    zero, later = torch.zeros(6, 4), torch.from_numpy(draw((6, 4), 3)).float()
-    factor = inverse_root(input_gram(zero, 1), 1e-3)
-    assert torch.equal(factor[0], torch.eye(4, dtype=torch.float64))
-    rows = later / torch.linalg.vector_norm(later, dim=1, keepdim=True)
-    torch.testing.assert_close(gram_row_direction(later, factor), rows * math.sqrt(4 / 6))
-    later[2] = 0.0
-    assert torch.equal(gram_row_direction(later, factor)[2], torch.zeros(4))
-    assert torch.equal(gram_row_direction(zero, factor), zero)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -228,26 +178,6 @@ def test_the_optimizer_takes_the_steps_of_the_reference(shape: tuple[int, int]) 
     np.testing.assert_allclose(steps.by_the_optimizer("sign"), sign, atol=1e-9)
 
 
-@pytest.mark.parametrize("shape", [(8, 3), (8, 8)])
-def test_gram_row_keeps_a_mean_over_the_refreshes(shape: tuple[int, int]) -> None:
-    steps = Steps(shape, num_steps=9)
-    weight, momentum = steps.weight.copy(), np.zeros(shape)
-    grams: list[np.ndarray[Any, Any]] = []
-    for step, gradient in enumerate(steps.gradients):
-        momentum = steps.mu * momentum + (1 - steps.mu) * gradient
-        whole = steps.mu * momentum + (1 - steps.mu) * gradient
-        update = np.split(whole, steps.chunks)
-        if step % steps.period == 0:
-            new = exact_gram(whole, steps.chunks)
-            grams = [0.8 * a + 0.2 * b for a, b in zip(grams, new, strict=True)] if grams else new
-            moves = [reference.newton_schulz(u, reference.KELLER_JORDAN) for u in update]
-        else:
-            moves = [steps.scale * exact_gram_row_direction(u, grams, 1e-2) for u in update]
-        factor = reference.spectral_scale(*update[0].shape, "match_rms_adamw")
-        weight = weight * (1 - steps.lr * steps.decay) - steps.lr * factor * np.concatenate(moves)
-    np.testing.assert_allclose(steps.by_the_optimizer("gram_row", 1e-2), weight, atol=1e-9)
-
-
 def test_row_scale_zero_skips() -> None:
     model = DiT(MODEL, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig(name="periodic", lr=0.02, row_scale=0.0, period=3))
@@ -278,6 +208,19 @@ def test_a_saved_gram_step_goes_on_in_the_middle_of_a_period() -> None:
             other.step()
     for (name, a), b in zip(model.named_parameters(), copy.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_gram_row_is_no_experiment_any_more() -> None:
+    config = OptimizerConfig(name="periodic", cheap_step="gram_row", cheap_step_parameter=1e-2)
+    for build in (build_optimizer, build_for_training):
+        optimizer = build(DiT(MODEL, seed=0), config)
+        assert type(optimizer) is rowmuon.PeriodicRowMuon
+        assert (optimizer.options.cheap_step, optimizer.options.gram_damping) == ("gram_row", 1e-2)
+    default = build_for_training(DiT(MODEL, seed=0), dataclasses.replace(config, cheap_step_parameter=None))
+    assert isinstance(default, rowmuon.PeriodicRowMuon) and default.options.gram_damping == 1e-3
+    for period in (None, ((0, 3), (8, None))):
+        with pytest.raises(ConfigError, match="gram_row, which needs refreshes"):
+            dataclasses.replace(config, period=period)
 
 
 def test_training_refuses_an_experiment() -> None:
