@@ -52,6 +52,9 @@ MuonParams = Sequence[tuple[Tensor, dict[str, Any], bool]]
 """(parameter, group, whether it refreshes in this step), as the plan's entries."""
 
 
+_living: weakref.WeakSet[BackwardOverlap] = weakref.WeakSet()
+
+
 @dataclass
 class _Round:
     """What has been sent for the next step.
@@ -97,6 +100,7 @@ class BackwardOverlap:
         self._changed: dict[torch.device, tuple[Tensor, Tensor]] = {}  # on a device, and what is known of it here
         self._lock = threading.RLock()  # autograd has a thread for each device
         weakref.finalize(self, _remove, self._handles)
+        _living.add(self)
 
     @property
     def _optimizer(self) -> PeriodicRowMuon:
@@ -105,12 +109,19 @@ class BackwardOverlap:
         return optimizer
 
     def attach(self) -> None:
-        """Hooks on the parameters that have a way to go before they are orthogonalised; frozen ones can have none."""
+        """Hooks on the parameters that have a way to go before they are orthogonalised; frozen ones can have none.
+
+        The optimizer that was built last has them: one that is stepped no more may live on in a reference cycle, on each
+        rank until another moment, and would still send.
+        """
         if not self._optimizer.overlap:
             return
-        hook = _hook_for(weakref.ref(self))
+        hook, others = _hook_for(weakref.ref(self)), [other for other in _living if other is not self]
         for parameter, layout in self._optimizer._layouts.items():
             if parameter.requires_grad and not layout.matrices_are_whole and parameter not in self._handles:
+                for other in others:
+                    if parameter in other._handles:
+                        other._handles[parameter].remove()  # and stays there, so that it isn't taken back
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
 
     def close(self) -> None:
@@ -137,6 +148,8 @@ class BackwardOverlap:
             RuntimeError: an earlier one has been sent.
         """
         optimizer = self._optimizer
+        if not optimizer.overlap:  # turned off; `finish` gives up what was sent before
+            return
         with self._lock:
             here = self._round
             if here is not None and here.entries.get(parameter) in here.used:
@@ -195,6 +208,9 @@ class BackwardOverlap:
             RuntimeError: a gradient or a setting isn't what it was when it was used.
         """
         if not self._optimizer.overlap:
+            if self._handles:  # it was turned off since the last step
+                self.discard(in_step=compared)
+                _remove(self._handles)
             return {}
         self.attach()  # to what isn't frozen any more
         if not compared:
@@ -218,7 +234,7 @@ class BackwardOverlap:
         Args:
             in_step: where all ranks are, this one takes part even if none of its gradients has come.
         """
-        if self._round is None and not (in_step and self._optimizer.overlap):
+        if self._round is None and not (in_step and (self._optimizer.overlap or self._handles)):
             return
         here = self._take()
         for index in here.queue:

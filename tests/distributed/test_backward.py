@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import random
 from collections.abc import Callable, Sequence
@@ -240,7 +241,7 @@ def backward_and_step(params: Any, others: Any, optimizer: Any, twin: Any, step:
     "case",
     [
         "given_up", "given_up_by_the_model", "skipped", "closure", "saved", "loaded", "added", "copied", "thawed",
-        "failed", "rates", "row_steps",
+        "failed", "rates", "row_steps", "replaced", "both", "turned_off",
     ],
 )  # fmt: skip
 def test_between_backward_and_step(ranks, world_size, case):
@@ -462,6 +463,70 @@ def case_row_steps() -> None:
     twin.step()
     twin.zero_grad()
     backward_and_step(params, others, optimizer, twin, 2)
+
+
+def case_replaced() -> None:
+    """An optimizer that nobody steps any more, but that lives on in a reference cycle, sends nothing and refuses nothing.
+
+    When it goes is the garbage collector's choice, and another one on each rank.
+    """
+    params, others, optimizer, twin = pair()
+    cycle: dict[str, Any] = {"optimizer": optimizer}
+    cycle["trainer"] = cycle  # as a trainer and its callbacks know each other
+    new, twin = (
+        optimizer_on(each, EVEN, bucket_bytes=1, period=1, overlap=overlap)
+        for each, overlap in ((params, "backward"), (others, None))
+    )
+    for step in range(1, 4):
+        backward_by(params, EVEN, step, seed=dist.get_rank())
+        assert in_flight(optimizer) == 0 and (in_flight(new) > 0) == (step > 1)
+        new.step()
+        backward_by(others, EVEN, step, seed=0)
+        twin.step()
+        for parameter in (*params.values(), *others.values()):
+            parameter.grad = None  # as the model's zero_grad: no optimizer hears of it
+        assert_same_bits(params, others, f"step {step}")
+    del optimizer, cycle
+    gc.collect()
+    assert all(len(parameter._post_accumulate_grad_hooks) == 1 for parameter in params.values())
+    backward_and_step(params, others, new, twin, 4)
+
+
+def case_both() -> None:
+    """Two optimizers over the same parameters, that step by turns and at once; both hear of gradients given up."""
+    params, others, optimizer, twin = pair()
+    more, its_twin = (
+        optimizer_on(each, EVEN, bucket_bytes=1, period=1, overlap=overlap, lr=0.1)
+        for each, overlap in ((params, "backward"), (others, None))
+    )
+    for step, turns in enumerate([[0, 1], [0], [1], [1], [1, 0], [0]]):
+        for each, both in ((params, (optimizer, more)), (others, (twin, its_twin))):
+            backward_by(each, EVEN, step, seed=dist.get_rank())
+            for i in turns:
+                both[i].step()
+            for its in both:
+                its.zero_grad()
+        assert_same_bits(params, others, f"step {step}")
+        assert in_flight(optimizer) == in_flight(more) == 0
+
+
+def case_turned_off() -> None:
+    """`optimizer.overlap` may be set: what was sent is given up, and backward sends nothing till it is set again."""
+    params, others, optimizer, twin = pair()
+    for step, overlap in enumerate([None, None, "backward", "backward", "backward"], start=1):
+        # Off while a round is open on one rank and not on the other, whose gradients are all missing.
+        hole = step == 1 and dist.get_rank() == 1
+        for each, its in ((params, optimizer), (others, twin)):
+            if not hole:
+                backward_by(each, EVEN, step, seed=0)
+        assert (in_flight(optimizer) > 0) == (step in (1, 4, 5) and not hole)
+        optimizer.overlap = overlap
+        optimizer.step()
+        assert in_flight(optimizer) == 0
+        twin.step()
+        for parameter in (*params.values(), *others.values()):
+            parameter.grad = None
+        assert_same_bits(params, others, f"step {step}")
 
 
 # ------------------------------------------------------------------------------------------------------------ refused
