@@ -60,6 +60,7 @@ _ROOM = 1.3
 
 # Elements of E that Q is computed of at a time, or one block: this bounds what is temporary, and keeps a device busy.
 _AT_ONCE = 1 << 22
+_PER_MATRIX_BYTES = 64  # traces, masks, largest entries, at most
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def factorize_bytes(num_matrices: int, block: int, dtype: torch.dtype) -> int:
     """The same of `factorize_` on (num_matrices, block, block)."""
     num = min(num_matrices, max(1, _AT_ONCE // block**2))
     vectors = _NUM_STARTS * block * (3 * num * dtype.itemsize + 4 * torch.int64.itemsize)
-    return max(3 * num * block**2 * dtype.itemsize, vectors) + 64 * num_matrices  # traces, masks, largest entries
+    return max(3 * num * block**2 * dtype.itemsize, vectors) + _PER_MATRIX_BYTES * num_matrices
 
 
 def _direction_bytes(

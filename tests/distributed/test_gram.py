@@ -33,7 +33,12 @@ LAYOUTS = {
     2: ("2:R", "2:S0", "2:S1"),
     4: ("4:plain", "4:S0", "2x2:R,S0", "2x2:S0,R", "2x2:X0,S0", "2x2:S0,S1"),
 }
-GRID = [(world_size, layout) for world_size, layouts in LAYOUTS.items() for layout in layouts]
+QUICK = ("1:S0", "2:S0", "2:S1", "4:S0", "2x2:R,S0")
+GRID = [
+    pytest.param(world_size, layout, marks=() if layout in QUICK else pytest.mark.slow)
+    for world_size, layouts in LAYOUTS.items()
+    for layout in layouts
+]
 # Of the update of a step, as in test_grid.py; float32 factors err by up to 1e-4, see `rowmuon.gram`.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.05}
 
@@ -103,7 +108,7 @@ def test_gather_equals_the_reference(ranks, world_size, layout):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"bucket_bytes": 1}, {"nesterov": False, "maximize": True}, {"overlap": "backward"}, {"compile": True}],
+    [{"bucket_bytes": 1, "nesterov": False, "maximize": True}, {"overlap": "backward", "compile": True}],
     ids=str,
 )
 @pytest.mark.parametrize("world_size", [2])
@@ -205,7 +210,7 @@ def load_and_finish(layout: str, folder: str, flat: bool, exactly: bool) -> None
         assert error <= 1e-4, f"{spec.name}: off by {error:.2g}"
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["nested", "flat"])
 @pytest.mark.parametrize("world_size", [2])
 def test_a_checkpoint_resumes_bit_by_bit_and_at_another_number_of_ranks(ranks, world_size, flat, tmp_path):
     ranks(2).run(save, "2:S0", str(tmp_path), flat)

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
+
+import rowmuon
+from rowdit.cost.live_bytes import LiveBytes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -200,3 +206,26 @@ def test_tables_go_between_their_marks() -> None:
     assert full_size.insert(page, {"a": "new"}) == "before\n<!-- a -->\nnew\n<!-- /a -->\nafter"
     with pytest.raises(ValueError, match="no place for the table 'b'"):
         full_size.insert(page, {"b": "new"})
+
+
+@pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_gram_row_steps_are_what_their_plan_says(fake_ranks: Any, shape: tuple[int, ...]) -> None:
+    """FLOPs, collectives and bytes of both kinds of step, with nothing read by the host; and the memory."""
+    fake_ranks(8)
+    mesh = init_device_mesh("cpu", shape)
+    with FakeTensorMode():
+        model, _ = full_size.fake_parameters(SMALL, mesh)
+        groups = rowmuon.param_groups(model, rowmuon.rules.DIT)
+        optimizer = rowmuon.PeriodicRowMuon(groups, 1e-3, period=3, cheap_step="gram_row")
+        for kind in ("refresh", "row"):
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            plan = optimizer.plan(kind)
+            with FlopCounterMode(display=False) as counter, full_size.Collectives() as seen, LiveBytes() as live:
+                optimizer.step()
+            assert counter.get_total_flops() == plan.num_flops(0) > 0
+            done = optimizer.traffic[kind]
+            assert done.num_collectives == seen.num == plan.num_collectives(0)
+            assert done.bytes_sent == plan.bytes_sent(0)
+            assert live.peak <= plan.peak_bytes(0) <= 1.1 * live.peak
+            assert (kind == "refresh") == (plan.num_collectives(0) > 0)

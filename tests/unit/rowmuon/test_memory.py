@@ -21,6 +21,7 @@ from rowdit.cost.live_bytes import LiveBytes
 from rowmuon import gram, update
 from rowmuon.coefficients import resolve_coefficients
 from rowmuon.entries import KernelWorkspace
+from rowmuon.factors import gram_shape
 from rowmuon.orthogonalize import newton_schulz, newton_schulz_bytes
 from rowmuon.plan import Entry, PlanOptions, build_plan
 
@@ -215,10 +216,12 @@ def test_nothing_is_known_without_a_workspace() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- bucket_bytes bounds
-def with_workspace(entry: Entry, dtype: torch.dtype) -> Entry:
+def with_workspace(entry: Entry, options: PlanOptions) -> Entry:
+    dtype = options.comm_dtype
     coefficients = resolve_coefficients("keller_jordan", 5)
     workspace = KernelWorkspace(entry.layout.matrix_shape, coefficients, dtype, FP32, FP32, "cuda", False)
-    return dataclasses.replace(entry, dtype=FP32, workspace=workspace)
+    kept = gram_shape(entry.layout, options, dtype)
+    return dataclasses.replace(entry, dtype=FP32, workspace=workspace, gram=kept)
 
 
 def unit_bytes(entries: list[Entry], options: PlanOptions) -> int:
@@ -233,6 +236,8 @@ def unit_bytes(entries: list[Entry], options: PlanOptions) -> int:
             numel = max(numel, layout.num_shards * max(layout.box(rank).numel for rank in grid.ranks))
         # A local bucket holds the momentum as it is.
         needed.append(numel * max(options.comm_dtype.itemsize, FP32.itemsize if layout.matrices_are_whole else 0))
+        kept = gram_shape(layout, options, options.comm_dtype)
+        needed.append(0 if kept is None else kept.numel * kept.dtype.itemsize)
     return max(needed)
 
 
@@ -243,6 +248,7 @@ bounded_options = st.builds(
     comm_dtype=st.sampled_from([BF16, FP32]),
     bucket_bytes=st.sampled_from([1, 400, 3_000, 20_000]),
     flops_per_byte=st.sampled_from([0.0, math.inf]),
+    cheap_step=st.sampled_from(["row", "gram_row"]),
 )
 
 
@@ -255,9 +261,10 @@ def test_bucket_bytes_bounds_the_peak(entries: list[Entry], options: PlanOptions
             patch.setattr(f"rowmuon.orthogonalize.{name}", SMALL)
         patch.setattr(update, "_DEVICE_BLOCK", SMALL)
         patch.setattr("rowmuon.orthogonalize._PER_MATRIX_BYTES", 0)  # more than these tiny matrices themselves
-        plan = build_plan(
-            [with_workspace(entry, options.comm_dtype) for entry in entries], range(len(entries)), options
-        )
+        patch.setattr(gram, "_AT_ONCE", SMALL)
+        patch.setattr(gram, "_PER_MATRIX_BYTES", 0)
+        patch.setattr(gram, "_NUM_STARTS", 0)
+        plan = build_plan([with_workspace(entry, options) for entry in entries], range(len(entries)), options)
         grid = entries[0].layout.grid
         for rank in [0] if grid is None else grid.ranks:
             assert plan.peak_bytes(rank) <= 13 * unit_bytes(entries, options) + constant_bytes(options, SMALL, SMALL)
