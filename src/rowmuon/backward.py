@@ -111,8 +111,8 @@ class BackwardOverlap:
     def attach(self) -> None:
         """Hooks on the parameters that have a way to go before they are orthogonalised; frozen ones can have none.
 
-        The optimizer that was built last has them: one that is stepped no more may live on in a reference cycle, on each
-        rank until another moment, and would still send.
+        The optimizer that was built last has them: one that is stepped no more may live on in a reference cycle, until
+        another moment on each rank, and would still send.
         """
         if not self._optimizer.overlap:
             return

@@ -466,7 +466,7 @@ def case_row_steps() -> None:
 
 
 def case_replaced() -> None:
-    """An optimizer that nobody steps any more, but that lives on in a reference cycle, sends nothing and refuses nothing.
+    """An optimizer that is stepped no more, but lives on in a reference cycle, sends nothing and refuses nothing.
 
     When it goes is the garbage collector's choice, and another one on each rank.
     """
@@ -516,9 +516,8 @@ def case_turned_off() -> None:
     for step, overlap in enumerate([None, None, "backward", "backward", "backward"], start=1):
         # Off while a round is open on one rank and not on the other, whose gradients are all missing.
         hole = step == 1 and dist.get_rank() == 1
-        for each, its in ((params, optimizer), (others, twin)):
-            if not hole:
-                backward_by(each, EVEN, step, seed=0)
+        for each in (params, others) if not hole else ():
+            backward_by(each, EVEN, step, seed=0)
         assert (in_flight(optimizer) > 0) == (step in (1, 4, 5) and not hole)
         optimizer.overlap = overlap
         optimizer.step()
