@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils.flop_counter import FlopCounterMode
 
 import rowmuon
@@ -212,6 +216,20 @@ def test_a_checkpoint_without_a_mean_is_followed_by_a_refresh() -> None:
     optimizer.load_state_dict(rows.state_dict())
     assert train(optimizer, params, 5, start=4) == ["refresh", "row", "refresh", "row", "row"]
     assert optimizer.state[params[0]]["num_grams"] == 2
+
+
+def test_a_dcp_checkpoint_without_a_mean_is_followed_by_a_refresh(tmp_path: Path) -> None:
+    """As docs/resume.md says it is loaded."""
+    model = nn.Linear(8, 12, bias=False)
+    rows = build(list(model.parameters()), cheap_step="row")
+    train(rows, list(model.parameters()), 4)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, rows)}, checkpoint_id=tmp_path, no_dist=True)
+    optimizer = build(list(model.parameters()))
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert train(optimizer, list(model.parameters()), 4, start=4) == ["refresh", "row", "refresh", "row"]
 
 
 def test_one_that_has_it_loads_without_it_where_it_is_off() -> None:
