@@ -148,7 +148,9 @@ def row_step_(
     floor: float,
     maximize: bool,
 ) -> None:
-    """Row steps of (weight, momentum, gradient), (rows, n) each, all of the same dtypes and none sharing memory.
+    """Row steps of (weight, momentum, gradient), (rows, n) each, all of the same dtypes.
+
+    Weights may be views of one tensor, which are stepped one after another; nothing else may share memory.
 
     Args:
         matrices: at least one; `takes` says which. The first two of each are updated.

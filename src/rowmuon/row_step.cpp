@@ -16,6 +16,8 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <utility>
+#include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -122,12 +124,24 @@ void step_rows(WEIGHT* w, MOMENTUM* m, const GRAD* g, Work* u, int64_t num_rows,
 }  // namespace
 
 struct Matrix {
-    WEIGHT* weight;  // (num_rows, num_cols), as the others; no two matrices share memory
+    WEIGHT* weight;  // (num_rows, num_cols), as the others
     MOMENTUM* momentum;
     const GRAD* grad;
     int64_t num_rows;
     int64_t num_cols;
 };
+
+// Weights of parameters that are views of one tensor. They are stepped one after another, by one thread.
+static bool share_memory(const Matrix* matrices, int64_t num_matrices) {
+    std::vector<std::pair<const WEIGHT*, const WEIGHT*>> spans;
+    spans.reserve(num_matrices);
+    for (const Matrix* a = matrices; a < matrices + num_matrices; a++)
+        spans.emplace_back(a->weight, a->weight + a->num_rows * a->num_cols);
+    std::sort(spans.begin(), spans.end());
+    for (size_t k = 1; k < spans.size(); k++)
+        if (spans[k].first < spans[k - 1].second) return true;
+    return false;
+}
 
 // Each thread takes its part of the rows of every matrix. `steps`: lr * scale of each matrix.
 extern "C" void row_steps(const Matrix* matrices, const double* steps, int64_t num_matrices, double sign, double mix,
@@ -135,6 +149,7 @@ extern "C" void row_steps(const Matrix* matrices, const double* steps, int64_t n
     const Settings s{Work(sign), Work(mix), Work(share), Work(keep), Work(floor)};
     int64_t longest = 0;
     for (int64_t k = 0; k < num_matrices; k++) longest = std::max(longest, matrices[k].num_cols);
+    if (num_threads > 1 && share_memory(matrices, num_matrices)) num_threads = 1;
 #pragma omp parallel num_threads(static_cast<int>(num_threads))
     {
         int64_t thread = 0, count = 1;

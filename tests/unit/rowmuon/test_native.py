@@ -156,6 +156,19 @@ def test_threads_part_the_rows(num_threads: int, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
 
+def test_weights_that_are_views_of_one_tensor_are_stepped_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_LEAST_NUMEL", 1)
+    start, grads = torch.randn(300, 40), [torch.randn(200, 40) for _ in range(2)]
+    results = []
+    for num_threads in (1, 4, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        base, momenta = start.clone(), [torch.zeros(200, 40) for _ in range(2)]
+        for _ in range(50):
+            compiled.row_step_([base[:200], base[100:]], momenta, grads, scales=[0.3, 0.2], **STEP)
+        results.append(base)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
 def test_what_is_no_number_stays_one_in_its_row() -> None:
     weights, momenta, grads = ([torch.ones(4, 20)] for _ in range(3))
     grads[0][1, 3], grads[0][2, 5] = float("nan"), float("inf")
