@@ -19,6 +19,7 @@ from rowdit.cost.traffic import largest_messages, owned_counts
 from rowdit.models.parallel import DTYPES
 from rowmuon.buckets import Bucket, travels
 from rowmuon.plan import StepPlan
+from rowmuon.stacks import gram_bytes, gram_flops
 
 _MOMENTUM_BYTES = 3 * 4  # read gradient and momentum, write momentum
 _ROW_BYTES = 5 * 4  # and read and write the weights: memory is passed over once
@@ -31,7 +32,7 @@ class OptimizerTime:
     """Seconds of one kind of optimizer step.
 
     memory: momentum, row steps, packing, applying, and AdamW's parameters.
-    products: Newton-Schulz, on the busiest rank of each bucket.
+    products: Newton-Schulz, on the busiest rank of each bucket, and those of Gram row steps.
     exposed: waiting for messages that nothing hides.
     traffic: of all messages, hidden or not.
     """
@@ -94,6 +95,9 @@ def predict(found: Estimate, cluster: Cluster) -> StepTime:
     adamw = _ADAMW_BYTES * local["adamw"] / cluster.memory_speed
     row = OptimizerTime(adamw + _ROW_BYTES * local["muon"] / cluster.memory_speed, 0.0, 0.0, 0.0)
     refresh = _refresh(cost.refresh_plan, mesh, cluster, adamw) if cost.refresh_plan else row
+    if cost.refresh_plan and cost.row_plan:
+        refresh = _with_gram(refresh, cost.refresh_plan, mesh, cluster)
+        row = _with_gram(row, cost.row_plan, mesh, cluster)
     return StepTime(compute, exposed, traffic, averages, refresh, row, cost.refresh_share)
 
 
@@ -221,6 +225,17 @@ def _refresh(plan: StepPlan, mesh: RankMesh, cluster: Cluster, fill: float) -> O
     products = sum(stage.products for stage in stages)
     traffic = sum(stage.there + stage.back for stage in stages)
     return OptimizerTime(memory, products, waited, traffic)
+
+
+def _with_gram(time: OptimizerTime, plan: StepPlan, mesh: RankMesh, cluster: Cluster) -> OptimizerTime:
+    """And what Gram row steps take: a refresh's products in float32 and its sums, which nothing is taken to hide."""
+    if not plan.renewed and not plan.gram_rows:
+        return time
+    peak = cluster.float32_flops * cluster.matmul if plan.renewed else cluster.matmul_speed
+    products = gram_flops(plan, 0) / (peak * cluster.newton_schulz)  # rank 0 has as many rows as any
+    shards, _ = _groups(mesh, cluster)
+    sums = sum(ring_seconds(sent, shards, cluster) for sent in gram_bytes(plan.gram_stacks(0)))
+    return OptimizerTime(time.memory, time.products + products, time.exposed + sums, time.traffic + sums)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rowdit.cost import traffic
+from rowdit.cost import estimate, traffic
 from rowdit.cost.fake import fake_mode, fake_model
+from rowdit.cost.hardware import CLUSTERS
 from rowdit.cost.memory import sharded_bytes
 from rowdit.cost.mesh import RankMesh
 from rowdit.cost.optimizer import optimizer_cost
-from rowdit.train.config import OptimizerConfig
+from rowdit.cost.predict import predict
+from rowdit.train.config import OptimizerConfig, RunConfig, TrainConfig
 from toy_training import MODEL
 
 
@@ -32,3 +34,26 @@ def test_gram_row_is_priced_as_planned(shape: tuple[int, int]) -> None:
     assert (gram.refresh.bytes_sent.max > row.refresh.bytes_sent.max) == (mesh.num_shards > 1)
     kept = sharded_bytes(gram.parameters, mesh)["optimizer"] - sharded_bytes(row.parameters, mesh)["optimizer"]
     assert kept == gram.row_plan.gram_state_bytes > 0  # type: ignore[union-attr]
+
+
+def test_its_products_and_sums_take_time() -> None:
+    """On one rank products alone; on several the sums of a refresh are waited for. A step between sends nothing."""
+    for ranks in (1, 4):
+        row, gram = (
+            predict(
+                estimate(
+                    RunConfig(
+                        MODEL,
+                        optimizer=OptimizerConfig("periodic", cheap_step=step),  # type: ignore[arg-type]
+                        train=TrainConfig(batch_size=8),
+                    ),
+                    RankMesh(ranks),
+                ),
+                CLUSTERS["h100"],
+            )
+            for step in ("row", "gram_row")
+        )
+        assert gram.row.products > row.row.products == 0 == gram.row.exposed
+        assert gram.refresh.products > row.refresh.products
+        assert (gram.refresh.exposed > row.refresh.exposed) == (ranks > 1)
+        assert gram.total > row.total
