@@ -141,8 +141,8 @@ def row_step_(
     The momentum may differ from the eager one by a rounding to its dtype, the step of a weight by a few roundings (up
     to 8 eps of lr * scale) to the narrower dtype of momentum and gradient: between its steps the eager path rounds to
     these, this one stays in fp32. Squares are summed one after another in a few lanes, which shows where ten thousands
-    of them are alike: 40 eps in rows of 65,536 equal elements (eager: 200). A bf16 weight is rounded once on both. What neither `native.takes` nor
-    `_can_compile` wants is done eagerly.
+    of them are alike: 40 eps in rows of 65,536 equal elements (eager: 200). A bf16 weight is rounded once on both. What
+    neither `native.takes` nor `_can_compile` wants is done eagerly.
 
     Raises:
         RuntimeError: it can't be built here. Nothing has changed then.
