@@ -259,7 +259,9 @@ LATER: list[tuple[int, Any, str]] = [
 
 
 @pytest.mark.parametrize("num_steps", [0, 2], ids=["before the first step", "between steps"])
-@pytest.mark.parametrize(("place", "make_wrong", "message"), LATER, ids=str)
+@pytest.mark.parametrize(
+    ("place", "make_wrong", "message"), LATER, ids=[f"{place}-{message}" for place, _, message in LATER]
+)
 def test_what_was_made_wrong_later_is_told_before_anything_moves(
     place: int, make_wrong: Any, message: str, num_steps: int
 ) -> None:
