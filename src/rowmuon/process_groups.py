@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +196,38 @@ def _new(ranks: Ranks, device: Any) -> Any:
     world: Any = dist.group.WORLD
     options = getattr(world._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    with _named_by_members(ranks):
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+_counts: tuple[Any, Counter[Ranks]] = (None, Counter())
+"""(default process group, how many groups this module has made under it over some ranks)."""
+
+
+@contextmanager
+def _named_by_members(ranks: Ranks) -> Iterator[None]:
+    """Names the group that is made in here by its ranks and how many were made over them: the same on all members.
+
+    torch (2.11 to 2.13) names a group that its members make alone by how many groups their process has, of whatever
+    ranks. A rank that is in one more than another, of a pipeline stage or an expert's, would wait for a name that
+    nobody else uses. Where torch names them in another way, it is left to do so.
+    """
+    global _counts
+    world: Any = dist.group.WORLD
+    if _counts[0] is not world:
+        _counts = (world, Counter())
+    name = f"rowmuon {ranks} {_counts[1][ranks]}"
+    digest = hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
+    c10d: Any = dist.distributed_c10d
+    usual = getattr(c10d, "_hash_ranks_to_str", None)
+    if usual is not None:
+        c10d._hash_ranks_to_str = lambda _: digest
+    try:
+        yield
+    finally:
+        if usual is not None:
+            c10d._hash_ranks_to_str = usual
+    _counts[1][ranks] += 1
 
 
 def _axes(layout: Layout) -> Sequence[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,6 +57,25 @@ def run_pipeline(refresh: str) -> None:
         torch.testing.assert_close(found[name], parameter.detach().cpu(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_may_be_in_different_numbers_of_groups(ranks, world_size):
+    """torch names a group by how many there are in a process: members that differ in that would never meet."""
+    ranks(world_size).run(run_beside_other_groups)
+
+
+def run_beside_other_groups() -> None:
+    rank = dist.get_rank()
+    others = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    try:
+        reference, model = ReferenceTrainer(make_toy()), make_toy().to(device_type())
+        fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
+        optimizer = optimizer_for(model, overlap="backward")  # makes a group of its own at its first step
+        train(model, reference, optimizer, step=optimizer.step)
+    finally:
+        for group in others:
+            dist.destroy_process_group(group)
+
+
 # ---------------------------------------------------------------------------------------------- a step in the backward
 
 
@@ -90,16 +110,23 @@ def run_hooks() -> None:
     assert {o.traffic["refresh"].num_steps for o in muon} == {2}
 
 
-def train(model: Toy, reference: ReferenceTrainer, optimizer: rowmuon.PeriodicRowMuon | None = None) -> None:
-    """Five steps, equal to the reference's within what test_modules.py allows."""
+def train(
+    model: Toy,
+    reference: ReferenceTrainer,
+    optimizer: rowmuon.PeriodicRowMuon | None = None,
+    step: Callable[[], object] | None = None,
+) -> None:
+    """Five steps, equal to the reference's within what test_modules.py allows; counted, unless ``step`` is given."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(5):
-        x, y = batch(step)
+    for number in range(5):
+        x, y = batch(number)
         reference.step(x, y)
         model.zero_grad()
         x, y = (part.chunk(size)[rank].to(device_type()) for part in (x, y))
         loss_of(model, x, y).backward()
-        if optimizer is not None:
+        if step is not None:
+            step()
+        elif optimizer is not None:
             counted_step(optimizer)
     error, worst = reference.error(full_of(dict(model.named_parameters())))
     assert error <= 2e-4, f"{worst}: off by {error:.2g}"

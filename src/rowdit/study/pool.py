@@ -65,7 +65,7 @@ def run_tasks(
                     under_way = {task.name for task in running.values()}
                     free = [task for task in upcoming() if task.name not in under_way]
                     for task in free[: num_processes - len(running)]:
-                        running[pool.submit(_run_in_pool, task, out)] = task
+                        running[pool.submit(_run_in_pool, run_task, task, out)] = task
                 if not running:
                     break
                 finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
@@ -152,11 +152,11 @@ def _should_stop() -> bool:
     return _is_told_to_end or (_stop_event is not None and _stop_event.is_set())
 
 
-def _run_in_pool(task: Task, out: Path) -> Row | None:
+def _run_in_pool(run: Callable[[Task, Path], Row | None], task: Task, out: Path) -> Row | None:
     global _is_busy
     _is_busy = True
     try:
-        return run_task(task, out)
+        return run(task, out)
     finally:
         _is_busy = False
         if _is_told_to_end:  # once the result is with the parent, which may have no further word for this process

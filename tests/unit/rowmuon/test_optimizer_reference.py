@@ -88,6 +88,8 @@ def group_of(parameter: nn.Parameter, setting: MuonSettings | AdamWSettings) -> 
         group["algorithm"] = "adamw"
     else:
         group["ns_coefficients"] = group.pop("coefficients")
+        for of_the_optimizer in ("cheap_step", "gram_decay", "gram_damping"):
+            del group[of_the_optimizer]
     if not isinstance(setting.lr, float):
         group["lr"] = setting.lr[0]
     return {"params": [parameter], **group}

@@ -166,8 +166,7 @@ def test_a_process_of_the_pool_saves_before_it_ends(monkeypatch: pytest.MonkeyPa
         pool._on_sigterm(signal.SIGTERM, None)
         assert stop.requested and not left
 
-    monkeypatch.setattr(pool, "run_task", run_task)
-    assert pool._run_in_pool(None, Path()) is None  # type: ignore[arg-type]
+    assert pool._run_in_pool(run_task, None, Path()) is None  # type: ignore[arg-type]
     deadline = time.monotonic() + 10
     while not left and time.monotonic() < deadline:
         time.sleep(0.01)
