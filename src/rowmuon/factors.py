@@ -194,7 +194,6 @@ def prepare_gram_row_steps(shards: Sequence[Shard]) -> Callable[[], None]:
             continue
         assert shard.gram is not None
         weight, momentum, grad = shard.rows
-        h = shard.hyper
         steps.append(
             partial(
                 gram.gram_row_step_,
@@ -203,12 +202,7 @@ def prepare_gram_row_steps(shards: Sequence[Shard]) -> Callable[[], None]:
                 [grad],
                 [shard.gram.factor],
                 scales=[shard.row_scale],
-                lr=h.lr,
-                weight_decay=h.weight_decay,
-                beta=h.beta,
-                nesterov=h.nesterov,
-                eps=h.eps,
-                maximize=h.maximize,
+                **shard.hyper.arguments(),
             )
         )
 

@@ -47,6 +47,10 @@ class Hyper:
         names = ("lr", "weight_decay", "momentum", "nesterov", "eps", "maximize")
         return cls(*(group[name] for name in names))
 
+    def arguments(self) -> dict[str, Any]:
+        """All of them, by the names that row steps give them."""
+        return dict(vars(self))
+
 
 @dataclass
 class Shard:
@@ -163,18 +167,12 @@ def row_sums(shard: Shard, *, compile: bool = False) -> Tensor:
 def finish_split_rows(shard: Shard, sums: Tensor, *, compile: bool = False) -> None:
     if shard.local_grad is None:
         return
-    h = shard.hyper
     apply = compiled.apply_split_row_step_ if compile else apply_split_row_step_
     apply(
         *shard.rows,
         sums,
-        lr=h.lr,
-        weight_decay=h.weight_decay,
-        beta=h.beta,
-        nesterov=h.nesterov,
         scale=shard.row_scale,
-        eps=h.eps,
-        maximize=h.maximize,
+        **shard.hyper.arguments(),
     )
 
 
@@ -290,20 +288,11 @@ def prepare_row_steps(whole: Sequence[Shard], split: Sequence[Shard], *, compile
 def _prepare_row_step(members: Sequence[Shard], compile: bool) -> Callable[[], None]:
     weights, momenta, grads = zip(*(shard.rows for shard in members), strict=True)
     scales = [shard.row_scale for shard in members]
-    h = members[0].hyper
     if compile:
         step = compiled.prepare_row_step(weights, momenta, grads, scales)
     else:
         step = partial(row_step_, weights, momenta, grads, scales=scales)
-    return partial(
-        step,
-        lr=h.lr,
-        weight_decay=h.weight_decay,
-        beta=h.beta,
-        nesterov=h.nesterov,
-        eps=h.eps,
-        maximize=h.maximize,
-    )
+    return partial(step, **members[0].hyper.arguments())
 
 
 def _by_group(shards: Sequence[Shard]) -> list[list[Shard]]:
