@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmuon import adamw
-from rowmuon.agreement import compare_ranks, gradients_are_finite
+from rowmuon.agreement import check_some_parameters, compare_ranks, gradients_are_finite
 from rowmuon.backward import AHEAD_BYTES, BackwardOverlap
 from rowmuon.coefficients import Triple, resolve_coefficients
 from rowmuon.copies import Copies
@@ -87,7 +87,8 @@ class PeriodicRowMuon(Copies):
             for the first step; on other devices it is ``torch.compile``. Fake tensors take the eager path.
 
     Raises:
-        ValueError: a setting out of range, a layout or parameter that can't be worked on; the parameter is named.
+        ValueError: a setting out of range, a layout or parameter that can't be worked on; the parameter is named. No
+            parameter at all on one rank of several.
 
     Example:
         >>> import torch, rowmuon
@@ -164,6 +165,7 @@ class PeriodicRowMuon(Copies):
         self.traffic = Traffic()
         self._reset_caches()
         super().__init__(params, defaults)
+        check_some_parameters(self.param_groups)
         self._set_up()
         self._is_set_up = True
 
@@ -368,11 +370,14 @@ class PeriodicRowMuon(Copies):
 
     def _compare(self, muon: list[tuple[Tensor, dict[str, Any], bool]]) -> None:
         """Raises RuntimeError, on all ranks of a mesh, if one of them would do something else; it is named."""
-        adamw_params = [(p, g) for g in self.param_groups if g["algorithm"] == "adamw" for p in g["params"]]
+        everything = [(p, g) for g in self.param_groups for p in g["params"]]
+        adamw_params = [(p, g) for p, g in everything if g["algorithm"] == "adamw" and p.requires_grad]
         entries = zip(muon, self._entries(muon), strict=True)
         muon_params = [(p, group, self.state[p], self._layouts[p], entry) for (p, group, _), entry in entries]
+        moving = {p for p, *_ in (*muon_params, *adamw_params)}
+        idle = [(p, self._layouts.get(p)) for p, _ in everything if p not in moving]
         how = (self.options, self.skip_nonfinite)
-        compare_ranks(muon_params, adamw_params, how, self._process_groups, self._runtime)
+        compare_ranks(muon_params, adamw_params, idle, how, self._process_groups, self._runtime)
         if self.overlap:
             self._process_groups.separate(self._layouts.values())
         self._compared = True

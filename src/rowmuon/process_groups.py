@@ -98,36 +98,47 @@ class ProcessGroups:
             if tuple(sorted(layout.grid.ranks)) == everyone:
                 self._groups.setdefault(everyone, dist.group.WORLD)
 
-    def comparisons(self, params: Iterable[tuple[Tensor, Layout | None]]) -> dict[Ranks, Comparison]:
+    def comparisons(
+        self, params: Iterable[tuple[Tensor, Layout | None]], idle: Iterable[tuple[Tensor, Layout | None]] = ()
+    ) -> dict[Ranks, Comparison]:
         """How the ranks of each mesh compare something, in an order that is the same on all ranks.
+
+        A mesh comes before those that lie inside it: there its ranks can tell each other which of those they know.
 
         Args:
             params: with their layouts; None for AdamW's, which need none.
+            idle: parameters that are left alone here. Their meshes compare nonetheless, as does the process group of
+                plain tensors, for other ranks may wait there.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return {}
         rank = dist.get_rank()
         out: dict[Ranks, Comparison] = {}
-        for position, (parameter, layout) in enumerate(params):
+        if self._plain is not None and dist.get_world_size(self._plain) > 1:
+            ranks = tuple(sorted(dist.get_process_group_ranks(self._plain)))
+            out[ranks] = Comparison([ranks], torch.device("cpu"))
+        moving = [(position, *known) for position, known in enumerate(params)]
+        for position, parameter, layout in [*moving, *((None, *known) for known in idle)]:
             grid = _grid(parameter, self._plain) if layout is None else layout.grid
             if grid is None or len(grid.ranks) == 1 or rank not in grid.ranks:
                 continue
             ranks = tuple(sorted(grid.ranks))
             if ranks not in out:
-                out[ranks] = Comparison(self._stages(parameter, layout, grid, ranks, rank))
-            out[ranks].members.append(position)
-        return dict(sorted(out.items()))
+                stages = self._stages(parameter, grid, ranks, rank)
+                out[ranks] = Comparison(stages, local_tensor(parameter).device)
+            if position is not None:
+                out[ranks].members.append(position)
+        return dict(sorted(out.items(), key=lambda item: (-len(item[0]), item[0])))
 
-    def _stages(self, parameter: Tensor, layout: Layout | None, grid: Grid, ranks: Ranks, rank: int) -> list[Ranks]:
-        if ranks in self._groups:
+    def _stages(self, parameter: Tensor, grid: Grid, ranks: Ranks, rank: int) -> list[Ranks]:
+        """From the mesh alone: what groups were made beside it depends on the parameters, which may differ."""
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
             return [ranks]
-        if layout is not None:
-            return [layout.ranks_along(axes, rank) for axes in (layout.shard_axes, layout.replica_axes) if axes]
-        stages = []
-        for axis, size in enumerate(grid.shape):
-            if size > 1:
-                stages.append(grid.slice_along((axis,), rank))
-                self._groups.setdefault(stages[-1], parameter.device_mesh.get_group(axis))  # type: ignore[attr-defined]
+        axes = [axis for axis, size in enumerate(grid.shape) if size > 1]
+        stages = [grid.slice_along((axis,), rank) for axis in axes]
+        for axis, stage in zip(axes, stages, strict=True):
+            self._groups.setdefault(stage, mesh.get_group(axis))
         return stages
 
 
@@ -136,10 +147,12 @@ class Comparison:
     """Among the ranks of one mesh.
 
     stages: groups to gather over, one after another, until all have heard from all.
+    device: of a parameter there.
     members: positions of the parameters on that mesh, or on another one of the same ranks.
     """
 
     stages: list[Ranks]
+    device: torch.device
     members: list[int] = field(default_factory=list)
 
 

@@ -352,17 +352,18 @@ class Runtime:
         return Exchange(mine, route, self.rank, self.group_of(route.group))
 
     def numbers_of_all(
-        self, stages: Sequence[tuple[int, ...]], number: int, device: torch.device | str
-    ) -> dict[int, int]:
-        """Rank -> its number, of all ranks that the process groups ``stages``, one after another, reach."""
-        known = torch.tensor([[self.rank, number]], dtype=torch.int64, device=device)
+        self, stages: Sequence[tuple[int, ...]], numbers: Sequence[int], device: torch.device | str
+    ) -> dict[int, tuple[int, ...]]:
+        """Rank -> its numbers, as many on each, of all ranks that the process groups ``stages``, one after another,
+        reach."""
+        known = torch.tensor([[self.rank, *numbers]], dtype=torch.int64, device=device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for ranks in stages:
-            heard = known.new_empty(len(ranks) * known.shape[0], 2)
+            heard = known.new_empty(len(ranks) * known.shape[0], known.shape[1])
             with explained(self.rank, ranks):
                 gather(heard, known, group=self.group_of(ranks))
             known = heard
-        return {int(rank): int(value) for rank, value in known.tolist()}
+        return {int(rank): tuple(values) for rank, *values in known.tolist()}
 
 
 def all_finite(tensors: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None) -> bool:

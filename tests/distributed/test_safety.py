@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import rowmuon
 from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part
 from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, gradient, optimizer_on
-from ranks.placing import full, full_of, place, place_gradient
+from ranks.placing import full, full_of, mesh_of, place, place_gradient
 from ranks.pool import RankPool
 
 SPECS = (Spec("w", (6, 8)), Spec("v", (5, 8)), Spec("bias", (4,), algorithm="adamw"), Spec("v2", (5, 8)))
@@ -110,6 +112,95 @@ def run_without_matrices(layout: str) -> str:
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "2:S0"), (4, "2x2:R,S0"), (4, "4:plain"), (4, "2x2:S0,S1")])
+def test_a_rank_on_which_everything_is_frozen_is_named(ranks, world_size, layout):
+    messages = ranks(world_size).run(run_all_frozen, layout, timeout_s=40.0)
+    assert all("rank(s) [1] would do nothing in this step" in message for message in messages)
+
+
+def run_all_frozen(layout: str) -> str:
+    params = build(SPECS, layout)
+    for parameter in params.values():
+        parameter.requires_grad_(dist.get_rank() != 1)
+    optimizer = optimizer_on(params, SPECS, layout)
+    for spec in SPECS if dist.get_rank() != 1 else ():
+        place_gradient(params[spec.name], gradient(spec, 0))
+    with pytest.raises(RuntimeError, match="frozen on all of them") as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_what_is_frozen_on_all_ranks_is_no_difference(ranks, world_size):
+    ranks(world_size).run(run_frozen_alike, timeout_s=40.0)
+
+
+def run_frozen_alike() -> None:
+    params = build(SPECS, "2:S0")
+    for parameter in params.values():
+        parameter.requires_grad_(False)
+    optimizer = optimizer_on(params, SPECS)
+    optimizer.step()
+    for parameter in params.values():
+        parameter.requires_grad_(True)
+    give_gradients(params, SPECS, 0)
+    optimizer.step()
+    assert optimizer.traffic["refresh"].num_orthogonalizations > 0
+
+
+@pytest.mark.parametrize("world_size", [4])
+def test_a_rank_that_holds_nothing_on_an_inner_mesh_is_named(ranks, world_size):
+    """It would go on to something else while the other rank of that mesh waits for it, and all others for that one."""
+    messages = ranks(world_size).run(run_unknown_mesh, timeout_s=40.0)
+    where = "hold none, trainable or not"
+    assert "rank(s) [2] have parameters on the mesh of ranks [2, 3], on which rank(s) [3] " + where in messages[2]
+    assert all("rank(s) [2] have parameters on a mesh of 2 ranks" in messages[rank] for rank in (0, 1, 3))
+
+
+def run_unknown_mesh() -> str:
+    params = {"whole": place(torch.zeros(6, 8), "4:S0")}
+    mesh = mesh_of((2, 2), ("outer", "inner"))
+    if dist.get_rank() != 3:
+        inner = distribute_tensor(torch.zeros(5, 8), mesh["inner"], [Shard(0)], src_data_rank=None)
+        params["inner"] = nn.Parameter(inner)
+    optimizer = rowmuon.PeriodicRowMuon(list(params.items()), lr=0.02)
+    for parameter in params.values():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_groups_without_a_parameter_are_refused_on_a_rank_among_several(ranks, world_size):
+    ranks(world_size).run(run_empty_groups)
+
+
+def run_empty_groups() -> None:
+    with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .* no parameter .* builds no optimizer"):
+        rowmuon.PeriodicRowMuon([{"params": []}, {"params": [], "algorithm": "adamw"}])
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_a_rank_with_empty_shards_alone_takes_part(ranks, world_size):
+    ranks(world_size).run(run_empty_shards)
+
+
+def run_empty_shards() -> None:
+    """One row each: rank 1 holds nothing of any, and nothing is sent to it."""
+    specs = (Spec("w", (1, 8)), Spec("v", (1, 8)))
+    params, alone = build(specs, "2:S0"), build(specs, "1:alone")
+    optimizers = optimizer_on(params, specs, skip_nonfinite=True), optimizer_on(alone, specs)
+    for step in range(4):
+        for held, optimizer in zip((params, alone), optimizers, strict=True):
+            give_gradients(held, specs, step)
+            optimizer.step()
+    for name, found in full_of(params).items():
+        torch.testing.assert_close(found, alone[name].detach().cpu(), rtol=1e-5, atol=1e-6)
+    if dist.get_rank() == 1:
+        assert all(local_part(parameter).numel() == 0 for parameter in params.values())
 
 
 @pytest.mark.parametrize("world_size", [2])
