@@ -27,9 +27,35 @@ def fail(message: str, code: int = 2) -> int:
     return code
 
 
+LISTS = ("--data", "--grid", "--peers", "--sizes", "--splits")
+"""Options that take several values. Given twice, the parser would keep the last and drop the others unsaid."""
+
+
 def from_arguments(Command: Any, prog: str, arguments: Sequence[str], **more: Any) -> Any:
     """What the arguments make of `Command`, a class with annotations; rank 0 alone prints help and mistakes."""
-    return tyro.cli(Command, prog=prog, args=list(arguments), console_outputs=rank() == 0, **more)
+    return tyro.cli(Command, prog=prog, args=joined(arguments), console_outputs=rank() == 0, **more)
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the values of each of `LISTS` in one place, however often it is given.
+
+    >>> joined(["--grid", "lr=1,2", "--seeds", "0", "--grid=momentum=0.9"])
+    ['--grid', 'lr=1,2', 'momentum=0.9', '--seeds', '0']
+    """
+    found: list[list[str]] = [[]]  # each begins with an option, but for the first
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if option in LISTS:
+            found.append([option, value] if equals else [option])
+        elif argument.startswith("--"):
+            found.append([argument])
+        else:
+            found[-1].append(argument)
+    merged: dict[str, list[str]] = {}
+    for index, part in enumerate(found):
+        key = part[0] if part and part[0] in LISTS else str(index)
+        merged[key] = merged[key] + part[1:] if key in merged else part
+    return [argument for part in merged.values() for argument in part]
 
 
 def items_of(option: str, text: str) -> list[str]:

@@ -20,7 +20,7 @@ class StudyOptions:
 
     Args:
         recipe: name of the study.
-        data: where data sets lie that aren't in the package, as NAME=SOURCE: emoji=folder:PATH.
+        data: where data sets lie that aren't in the package, as NAME=SOURCE: digits=folder:PATH emoji=folder:PATH.
         out: folder for the results; by default out/study-RECIPE.
         processes: runs at a time, one thread each.
         cases: keep to these, comma-separated; the rest runs when the command is called without.

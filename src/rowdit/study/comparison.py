@@ -26,6 +26,8 @@ class Comparison:
 
     Two runs of a comparison differ in the optimizer or in `train.seed`, and in nothing else: with equal seeds they have
     the same initial weights, data order, noise and times.
+
+    `on_request` are labels of optimizers that run only where they are named.
     """
 
     model: DiTConfig
@@ -33,6 +35,7 @@ class Comparison:
     train: TrainConfig
     evaluate: EvaluateConfig
     optimizers: Annotated[dict[str, OptimizerConfig], tyro.conf.arg(name="")]
+    on_request: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def run_config(self, label: str, seed: int) -> RunConfig:
         """The config of one run."""
@@ -46,13 +49,13 @@ class Comparison:
         return tuple(self.train.seed + i for i in range(num))
 
     def select(self, labels: str | None) -> tuple[str, ...]:
-        """The labels of a comma-separated list, in the recipe's order; all of them for None.
+        """The labels of a comma-separated list, in the recipe's order; for None all but those on request.
 
         Raises:
             ConfigError: a label that the recipe doesn't have.
         """
         if labels is None:
-            return tuple(self.optimizers)
+            return tuple(label for label in self.optimizers if label not in self.on_request)
         wanted = [label.strip() for label in labels.split(",") if label.strip()]
         for label in wanted:
             if label not in self.optimizers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ def test_selecting_optimizers() -> None:
     comparison = toy_comparison()
     assert comparison.select(None) == ("adamw", "muon", "periodic")
     assert comparison.select("periodic, adamw") == ("adamw", "periodic")
+    on_request = dataclasses.replace(comparison, on_request=("periodic",))
+    assert on_request.select(None) == ("adamw", "muon")
+    assert on_request.select("periodic") == ("periodic",)
     with pytest.raises(ConfigError, match="there is no 'moun'; did you mean 'muon'"):
         comparison.select("moun")
     with pytest.raises(ConfigError, match="name at least one of adamw, muon, periodic"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rowdit.commands.study import parse_data, run, split
+from rowdit.commands.parsing import parse
+from rowdit.commands.study import StudyOptions, parse_data, run, split
 from rowdit.recipes.studies import load_study
 from rowdit.study.headline import count_parameters
 from rowdit.study.staging import next_tasks
@@ -12,7 +13,7 @@ from rowdit.train.config import ConfigError
 
 
 def test_the_small_study_is_what_its_protocol_says() -> None:
-    study = load_study("small", {"emoji": "folder:anywhere"})
+    study = load_study("small", {"digits": "folder:anywhere", "emoji": "folder:elsewhere"})
     sizes = {case.name: count_parameters(case.comparison.model) for case in study.cases}
     assert (sizes["S"], sizes["M"], sizes["L"]) == (148_096, 392_736, 978_576)
     assert len(study.seeds) >= 5 and not set(study.tuning_seeds) & set(study.seeds)
@@ -21,6 +22,7 @@ def test_the_small_study_is_what_its_protocol_says() -> None:
     budgets = {len(entry.lrs) + sum(map(len, entry.axes.values())) for entry in headline.values()}
     assert len(budgets) == 1 and all(len(entry.lrs) >= 5 for entry in headline.values())
     assert next_tasks(study, {})[0].seed in study.tuning_seeds
+    assert {case.name: case.dataset for case in study.cases[4:]} == {"digits": "digits", "emoji": "emoji"}
     assert [case.name for case in load_study("small", {}).cases] == ["S", "S-long", "M", "L"]
 
 
@@ -36,3 +38,11 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match="given before"):
         parse_data(("a=x", "a=y"))
     assert split("--cases", "S, M") == ("S", "M") and split("--cases", None) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--data", "a=x", "b=y"], ["--data", "a=x", "--cases", "S", "--data=b=y"], ["--data=a=x", "--data", "b=y"]],
+)
+def test_no_data_set_is_dropped_unsaid(arguments: list[str]) -> None:
+    assert parse("study", StudyOptions, ["small", *arguments]).data == ("a=x", "b=y")
