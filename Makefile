@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup compare study test lint format types bench docs clean distclean
+.PHONY: help setup compare study test test-triton lint format types bench docs clean distclean
 
 ARGS ?=
 PYTHON ?=
@@ -18,7 +18,7 @@ export PYTHON TORCH_INDEX
 RUN := .venv/bin/python
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 setup:  ## make .venv with the pinned packages, or complete it; every lane below does this first
 	@bash scripts/setup_venv.sh
@@ -31,6 +31,12 @@ study: setup  ## the study behind docs/evidence.md; hours, can be stopped and go
 
 test: setup  ## all tests but the slow and the GPU ones; lint and types are among them
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --durations=15 $(ARGS)
+
+# In a folder of its own, not in .venv: with Triton there, torch.compile and others would take it up.
+test-triton: setup  ## the kernels of ns_kernels="triton" in Triton's interpreter, on a CPU (Linux; 700 MB, once)
+	@test -d .triton || .venv/bin/pip install -q --no-deps -c constraints.txt --target .triton triton
+	@OMP_NUM_THREADS=1 PYTHONPATH=.triton TRITON_INTERPRET=1 \
+		$(RUN) -m pytest tests/unit/rowmuon/test_symmetric_kernel.py $(ARGS)
 
 lint: setup  ## ruff: rules and format
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
@@ -52,4 +58,4 @@ clean:  ## remove caches and build products
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove .venv too
-	rm -rf .venv .venv.lock
+	rm -rf .venv .venv.lock .triton

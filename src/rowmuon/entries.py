@@ -99,7 +99,7 @@ def make_entry(
         momentum_dtype,
         device,
         (coefficients, group["eps"], ns_dtype),
-        flops_per_matrix(layout, group, device),
+        flops_per_matrix(layout, group, device, options.ns_kernels),
         KernelWorkspace(
             layout.matrix_shape, coefficients, ns_dtype, parameter.dtype, momentum_dtype, device, group["maximize"]
         ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rowmuon.coefficients import resolve_coefficients
 from rowmuon.layout import Layout, layout_of
-from rowmuon.orthogonalize import newton_schulz_flops
+from rowmuon.orthogonalize import Kernels, newton_schulz_flops
 from rowmuon.period import check_period
 from rowmuon.routing import default_stack_dims
 from rowmuon.update import AdjustLr
@@ -238,8 +238,7 @@ def muon_layout(parameter: Tensor, group: Mapping[str, Any], process_group: Any)
     return layout_of(parameter, name=name, stack_dims=stack_dims, chunks=group["chunks"], process_group=process_group)
 
 
-def flops_per_matrix(layout: Layout, group: Mapping[str, Any], device: str) -> int:
+def flops_per_matrix(layout: Layout, group: Mapping[str, Any], device: str, kernels: Kernels = "torch") -> int:
     """Of orthogonalising one matrix of a parameter of this group, on a device type (see `compute_device`)."""
-    return newton_schulz_flops(
-        *layout.matrix_shape, group["ns_steps"], "auto", coefficients=group["ns_coefficients"], device_type=device
-    )
+    how: Any = {"coefficients": group["ns_coefficients"], "device_type": device, "kernels": kernels}
+    return newton_schulz_flops(*layout.matrix_shape, group["ns_steps"], "auto", **how)

@@ -35,6 +35,7 @@ from rowmuon.process_groups import UNPICKLED, ProcessGroups, check_process_group
 from rowmuon.runtime import Phase, Runtime
 from rowmuon.shards import Hyper, Shard, make_shard
 from rowmuon.state import adapt_state_dict, init_state, stagger_phases
+from rowmuon.symmetric import Kernels, check_kernels
 from rowmuon.traffic import Traffic
 from rowmuon.watch import Watch
 
@@ -75,6 +76,8 @@ class PeriodicRowMuon(Copies):
             orthogonalises everything, as in the paper.
         stagger: each parameter refreshes in its own phase of the period.
         ns_dtype: arithmetic of Newton-Schulz.
+        ns_kernels: on CUDA, "triton" computes half of each large symmetric product, by a kernel of our own that no GPU
+            has timed yet; "torch" leaves them to the vendor's library. See `newton_schulz`.
         state_dtype: of the momentum; None is the parameter's.
         comm_dtype: what is sent in a refresh.
         bucket_bytes: bound on one stack of matrices in a refresh.
@@ -84,7 +87,7 @@ class PeriodicRowMuon(Copies):
         overlap: "backward" sends a refresh's first buckets out while backward still goes on, with the same result; see
             `accumulate`. Not with clipping, GradScaler or anything else that changes gradients after backward.
         compile: row steps by a compiled kernel, in about half the time. On a CPU it needs a C++ compiler, and a second
-            for the first step; on other devices it is ``torch.compile``. Fake tensors take the eager path.
+            for the first step; on other devices it is ``torch.compile``, for Newton-Schulz's normalisation too.
 
     Raises:
         ValueError: a setting out of range, a layout or parameter that can't be worked on; the parameter is named. No
@@ -128,6 +131,7 @@ class PeriodicRowMuon(Copies):
         refresh: Literal["exchange", "gather"] = "exchange",
         stagger: bool = False,
         ns_dtype: torch.dtype = torch.bfloat16,
+        ns_kernels: Kernels = "torch",
         state_dtype: torch.dtype | None = None,
         comm_dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 64 << 20,
@@ -139,10 +143,11 @@ class PeriodicRowMuon(Copies):
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap={overlap!r} is neither None nor 'backward'")
         self.overlap = overlap
-        how = (cheap_step, gram_decay, gram_damping)
+        how = (cheap_step, gram_decay, gram_damping, ns_kernels)
         self.options = PlanOptions(refresh, comm_dtype, bucket_bytes, FLOPS_PER_BYTE, AHEAD_BYTES * bool(overlap), *how)
         for name, dtype in (("ns_dtype", ns_dtype), ("state_dtype", state_dtype or ns_dtype)):
             check_dtype(name, dtype)
+        check_kernels(ns_kernels, ns_dtype, "ns_kernels")
         coefficients = resolve_coefficients(ns_coefficients, ns_steps)
         defaults = {
             "lr": lr,
@@ -219,7 +224,7 @@ class PeriodicRowMuon(Copies):
         self._process_groups = ProcessGroups(self.process_group)
         self._watch = Watch()
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._runtime = Runtime(rank, self._process_groups.group_of, compile_rows=self.compile)
+        self._runtime = Runtime(rank, self._process_groups.group_of, compile=self.compile)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -314,7 +319,7 @@ class PeriodicRowMuon(Copies):
             return loss
         shards = self._shards(muon)
         plan = self._plan(muon)
-        self._runtime.compile_rows = self.compile  # may be set after a compiler has failed
+        self._runtime.compile = self.compile  # may be set after a compiler has failed
         self._runtime.prepare(plan, shards)
         counts = self.traffic[kind_of_step([due for *_, due in muon])]
         sent = self._backward.finish(muon, shards, counts, compared=compared)

@@ -13,28 +13,40 @@ https://kellerjordan.github.io/posts/muon/ ; Amsel, Persson, Musco, Gower, "The 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from rowmuon import normalize, symmetric_kernel
 from rowmuon.coefficients import COEFFICIENTS, Triple, resolve_coefficients
 from rowmuon.device import compute_device
+from rowmuon.symmetric import (
+    Kernels,
+    Way,
+    check_kernels,
+    mirrored_elements,
+    num_parts,
+    product_flops,
+    symmetric_product_,
+    way_on,
+)
 
 __all__ = [
     "COEFFICIENTS",
     "Form",
+    "Kernels",
     "Triple",
     "newton_schulz",
     "newton_schulz_bytes",
     "newton_schulz_flops",
+    "prepare_newton_schulz",
     "resolve_coefficients",
 ]
 
 Form = Literal["auto", "direct", "gram"]
-
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 # Rounding leaves eigenvalues of the Gram matrix below zero, and every R <- P R P multiplies those by a^2. A run of
@@ -44,16 +56,11 @@ _GRAM_MAX_GROWTH = 150.0
 _GRAM_MIN_ASPECT = 2.0
 _GRAM_MIN_SIDE = 128  # below it the direct form's fewer, larger products win
 
-# Measured on two AVX-512 cores. Smaller symmetric products lose more to calls than the mirrored half saves, and small
-# matrices gain by sharing calls, as long as a batch stays in the cache.
-_CPU_HALVE_FLOPS = 1 << 28
-_CPU_TILED_ELEMENTS = 1 << 16
+# On a CPU small matrices gain by sharing calls, as long as a batch stays in the cache (measured on two AVX-512 cores).
 _CPU_BATCH_ELEMENTS = 1 << 20
-_CPU_SLAB_ELEMENTS = 1 << 20  # of the normalisation, in fp32
 
-# Elsewhere these only bound what is temporary: 32 MiB of bf16 are more than enough to keep a device busy at a time.
+# Elsewhere this only bounds what is temporary: 32 MiB of bf16 are more than enough to keep a device busy at a time.
 _DEVICE_BATCH_ELEMENTS = 1 << 24
-_DEVICE_SLAB_ELEMENTS = 1 << 22
 
 
 def newton_schulz(
@@ -64,6 +71,8 @@ def newton_schulz(
     dtype: torch.dtype = torch.bfloat16,
     form: Form = "auto",
     out: Tensor | None = None,
+    kernels: Kernels = "torch",
+    compile: bool = False,
 ) -> Tensor:
     """Orthogonalise each matrix: X_0 = U / ||U||_F, X_{k+1} = a_k X_k + b_k X_k X_k^T X_k + c_k (X_k X_k^T)^2 X_k.
 
@@ -81,12 +90,18 @@ def newton_schulz(
             small side first, which takes fewer FLOPs where one side is over 1.5 times the other and errs at most about
             twice as much; "auto" is "gram" where that is faster (from an aspect of 2 and a small side of 128).
         out: Optional result, (..., m, n) of `dtype`. May be `matrices` itself, which are then overwritten.
+        kernels: On CUDA, "triton" computes only half of each symmetric product of 1024 rows or more, by a kernel of our
+            own (`rowmuon.symmetric`); "torch" leaves all products to the vendor's library. No other device knows a
+            difference. fp32 is multiplied as ``torch.set_float32_matmul_precision`` says on both.
+        compile: On other devices than a CPU, the normalisation by ``torch.compile`` (`rowmuon.normalize`).
 
     Returns:
         (..., m, n) of `dtype`.
 
     Raises:
-        ValueError: fewer than two dimensions, not floating point, an unsupported `dtype` or `form`, a wrong `out`.
+        ValueError: fewer than two dimensions, not floating point, an unsupported `dtype`, `form` or `kernels`, a wrong
+            `out`.
+        RuntimeError: what `kernels` or `compile` ask for can't be built here.
 
     Example:
         >>> U = torch.diag(torch.tensor([3.0, 4e-2]))
@@ -96,12 +111,14 @@ def newton_schulz(
     """
     triples = resolve_coefficients(coefficients, None)
     _check_arguments(matrices, dtype, form, out)
+    check_kernels(kernels, dtype)
     in_place = out is not None and out.is_contiguous()
     result = cast(Tensor, out) if in_place else matrices.new_empty(matrices.shape, dtype=dtype)
     if matrices.numel() > 0:
         with torch.no_grad():
             shape = matrices.shape[-2:]
-            _orthogonalize(result.view(-1, *shape), matrices.reshape(-1, *shape), triples, form, eps)
+            stack = matrices.reshape(-1, *shape)
+            _orthogonalize(result.view(-1, *shape), stack, triples, form, eps, kernels, compile)
     return result if out is None or in_place else out.copy_(result)
 
 
@@ -113,6 +130,7 @@ def newton_schulz_flops(
     *,
     coefficients: str | Triple | Sequence[Triple] = "keller_jordan",
     device_type: str | None = None,
+    kernels: Kernels = "torch",
 ) -> int:
     """FLOPs of `newton_schulz` on one matrix, two for each multiply-add, elementwise work left out.
 
@@ -125,14 +143,15 @@ def newton_schulz_flops(
         coefficients: Decide where the Gram form goes back to X.
         device_type: "cpu": without the halves of large symmetric products that are mirrored there instead of computed.
             None, or any other device: every product in full.
+        kernels: As in `newton_schulz`: "triton" mirrors on "cuda".
     """
     small, large = min(num_rows, num_cols), max(num_rows, num_cols)
     if small == 0:
         return 0
     lengths = _run_lengths(resolve_coefficients(coefficients, num_steps), form, num_rows, num_cols)
-    halve = device_type == "cpu"
-    gram = _symmetric_flops(small, large, halve)
-    square = _symmetric_flops(small, small, halve)
+    way = way_on(device_type, kernels)
+    gram = product_flops(small, large, way)
+    square = product_flops(small, small, way)
     return sum(gram + (4 * length - 3) * square + 2 * small * small * large for length in lengths)
 
 
@@ -164,45 +183,63 @@ def newton_schulz_bytes(
     lengths = _run_lengths(resolve_coefficients(coefficients, num_steps), form, num_rows, num_cols)
     size = _batch_size(num_matrices, num_rows, num_cols, on_cpu)
     iterating = size * (numel + _num_squares(lengths) * small * small) * dtype.itemsize
-    num_normalized = size if on_cpu else num_matrices
-    slab_rows = _slab_rows(num_normalized, num_rows, num_cols, on_cpu)
-    num_slabs = -(-num_rows // slab_rows)
-    slab = num_normalized * slab_rows * num_cols * _work_dtype(source_dtype or dtype).itemsize
-    normalizing = slab + _PER_MATRIX_BYTES * num_normalized * (1 + num_slabs)
+    source = source_dtype or dtype
+    normalizing = normalize.normalize_bytes(size if on_cpu else num_matrices, num_rows, num_cols, source, on_cpu=on_cpu)
     if on_cpu:
-        mirroring = 2 * max(_mirrored(small, k) for k in (small, numel // small)) * dtype.itemsize
+        mirroring = 2 * max(mirrored_elements(small, k) for k in (small, numel // small)) * dtype.itemsize
         temporary = iterating + max(normalizing, mirroring)
     else:
         temporary = max(iterating, normalizing)
     return temporary + (0 if source_dtype is None else num_matrices * numel * dtype.itemsize)
 
 
-# Norms, largest entries and their masks, at most.
-_PER_MATRIX_BYTES = 48
+def prepare_newton_schulz(
+    source_dtype: torch.dtype, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, compile: bool
+) -> None:
+    """Compiles what `newton_schulz` takes for such matrices and isn't compiled yet, on memory of its own.
+
+    Raises:
+        RuntimeError: it can't be built here.
+    """
+    if device.type in ("cpu", "meta") or _get_current_dispatch_mode() is not None:
+        return
+    if kernels == "triton" and device.type == "cuda":
+        symmetric_kernel.build(dtype, device)
+    if compile:
+        normalize.build(source_dtype, dtype, device)
 
 
-def _orthogonalize(result: Tensor, matrices: Tensor, triples: Sequence[Triple], form: Form, eps: float) -> None:
+def _orthogonalize(
+    result: Tensor,
+    matrices: Tensor,
+    triples: Sequence[Triple],
+    form: Form,
+    eps: float,
+    kernels: Kernels,
+    compile: bool,
+) -> None:
     """(B, m, n) -> `result` (B, m, n), which may be `matrices`; a part of the batch at a time."""
     num_matrices, num_rows, num_cols = result.shape
     small = min(num_rows, num_cols)
     lengths = _run_lengths(triples, form, num_rows, num_cols)
-    on_cpu = compute_device(result) == "cpu"
+    device = compute_device(result)
+    on_cpu, way = device == "cpu", way_on(device, kernels)
     if not on_cpu:
-        _normalize(result, matrices, eps, on_cpu)
+        normalize.normalize(result, matrices, eps, on_cpu=False, compile=compile)
     size = _batch_size(num_matrices, num_rows, num_cols, on_cpu)
     squares = [result.new_empty(size, small, small) for _ in range(_num_squares(lengths))]
     spare = result.new_empty(size, num_rows, num_cols)
     for part, source in zip(result.split(size), matrices.split(size), strict=True):
         if on_cpu:
-            _normalize(part, source, eps, on_cpu)  # right before its use: it's in the cache then
+            normalize.normalize(part, source, eps, on_cpu=True)  # right before its use: it's in the cache then
         num = part.shape[0]
-        _iterate(part, spare[:num], [square[:num] for square in squares], triples, lengths, on_cpu)
+        _iterate(part, spare[:num], [square[:num] for square in squares], triples, lengths, way)
 
 
 def _batch_size(num_matrices: int, num_rows: int, num_cols: int, on_cpu: bool) -> int:
     """Matrices that are iterated on at a time: on a CPU those that stay in its cache."""
     small, large = min(num_rows, num_cols), max(num_rows, num_cols)
-    if on_cpu and _num_parts(small, large) > 1:
+    if on_cpu and num_parts(small, large) > 1:
         return 1
     elements = _CPU_BATCH_ELEMENTS if on_cpu else _DEVICE_BATCH_ELEMENTS
     return min(num_matrices, max(1, elements // (num_rows * num_cols)))
@@ -213,7 +250,7 @@ def _num_squares(lengths: Sequence[int]) -> int:
 
 
 def _iterate(
-    X: Tensor, spare: Tensor, squares: list[Tensor], triples: Sequence[Triple], lengths: Sequence[int], halve: bool
+    X: Tensor, spare: Tensor, squares: list[Tensor], triples: Sequence[Triple], lengths: Sequence[int], way: Way
 ) -> None:
     """(B, m, n) in place, in runs of iterations.
 
@@ -225,31 +262,30 @@ def _iterate(
     first, R, P = X, squares[0], squares[1]
     steps = iter(triples)
     for length in lengths:
-        _symmetric_product(X.mT if tall else X, X if tall else X.mT, R, halve)
+        symmetric_product_(X.mT if tall else X, X if tall else X.mT, R, way)
         if length == 1:
             a, b, c = next(steps)
-            _symmetric_product(R, R, P, halve, add=R, beta=b, alpha=c)
+            symmetric_product_(R, R, P, way, add=R, beta=b, alpha=c)
             torch.baddbmm(X, X if tall else P, P if tall else X, beta=a, out=spare)
         else:
-            Q = _collect(R, P, squares[2], squares[3], [next(steps) for _ in range(length)], halve)
+            Q = _collect(R, P, squares[2], squares[3], [next(steps) for _ in range(length)], way)
             torch.bmm(X if tall else Q, Q if tall else X, out=spare)
         X, spare = spare, X
     if X is not first:
         first.copy_(X)
 
 
-def _collect(R: Tensor, P: Tensor, Q: Tensor, T: Tensor, triples: Sequence[Triple], halve: bool) -> Tensor:
+def _collect(R: Tensor, P: Tensor, Q: Tensor, T: Tensor, triples: Sequence[Triple], way: Way) -> Tensor:
     """Return Q = P_k ... P_1 for the Gram matrix R. All four (B, r, r) are overwritten; all products are symmetric."""
     for index, (a, b, c) in enumerate(triples):
-        _symmetric_product(R, R, P, halve, add=R, beta=b, alpha=c)
-        P.diagonal(dim1=-2, dim2=-1).add_(a)
+        symmetric_product_(R, R, P, way, add=R, beta=b, alpha=c, shift=a)
         if index + 1 < len(triples):
-            _symmetric_product(R, P, T, halve)
-            _symmetric_product(T, P, R, halve)
+            symmetric_product_(R, P, T, way)
+            symmetric_product_(T, P, R, way)
         if index == 0:
             P, Q = Q, P
         else:
-            _symmetric_product(Q, P, T, halve)
+            symmetric_product_(Q, P, T, way)
             Q, T = T, Q
     return Q
 
@@ -267,104 +303,6 @@ def _run_lengths(triples: Sequence[Triple], form: Form, num_rows: int, num_cols:
         lengths[-1] += 1
         growth *= a**2
     return tuple(lengths)
-
-
-def _symmetric_product(
-    A: Tensor, B: Tensor, out: Tensor, halve: bool, *, add: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
-) -> None:
-    """out = alpha A B, plus beta add, where that is known to be symmetric: (B, r, k), (B, k, r) -> (B, r, r)."""
-    num_parts = _num_parts(A.shape[-2], A.shape[-1]) if halve else 1
-    if num_parts == 1:
-        if add is None:
-            torch.bmm(A, B, out=out)
-        else:
-            torch.baddbmm(add, A, B, beta=beta, alpha=alpha, out=out)
-        return
-    for a, b, o, c in zip(A, B, out, out if add is None else add, strict=True):
-        for start, end in _part_bounds(o.shape[0], num_parts):
-            # These rows from their diagonal block on; what lies left of it is mirrored from the rows above.
-            here = o[start:end, start:]
-            if add is None:
-                torch.mm(a[start:end], b[:, start:], out=here)
-            else:
-                torch.addmm(c[start:end, start:], a[start:end], b[:, start:], beta=beta, alpha=alpha, out=here)
-            block, mirrored = o[start:end, end:], o[end:, start:end]
-            if block.numel() >= _CPU_TILED_ELEMENTS:
-                # By itself a block is transposed in tiles, 2.7 times as fast as between views of something larger.
-                mirrored.copy_(torch.empty_like(mirrored).copy_(block.contiguous().T))
-            else:
-                mirrored.copy_(block.T)
-
-
-def _num_parts(r: int, k: int) -> int:
-    """Parts of rows that a symmetric (r, k) (k, r) product pays to be cut into, on a CPU."""
-    if 2 * r * r * k < _CPU_HALVE_FLOPS:
-        return 1
-    return 2 if r < 768 else 3
-
-
-def _part_bounds(r: int, num_parts: int) -> list[tuple[int, int]]:
-    cuts = [r * part // num_parts // 32 * 32 for part in range(num_parts)] + [r]
-    return list(itertools.pairwise(cuts))
-
-
-def _mirrored(r: int, k: int) -> int:
-    """Elements of the largest block that a symmetric (r, k) (k, r) product copies at a time to mirror it."""
-    blocks = [(end - start) * (r - end) for start, end in _part_bounds(r, _num_parts(r, k))]
-    return max(blocks) if max(blocks) >= _CPU_TILED_ELEMENTS else 0
-
-
-def _symmetric_flops(r: int, k: int, halve: bool) -> int:
-    bounds = _part_bounds(r, _num_parts(r, k) if halve else 1)
-    return sum(2 * (end - start) * (r - start) * k for start, end in bounds)
-
-
-def _normalize(result: Tensor, matrices: Tensor, eps: float, on_cpu: bool) -> None:
-    """Write each of `matrices` (B, m, n) over its Frobenius norm to `result`, rounded to its dtype once.
-
-    A few rows of all matrices at a time, so that what is in fp32 stays small, and in a CPU's caches. What is largest
-    comes out before squares are taken: those of 1e-25 underflow in fp32, and those of 1e25 overflow.
-    """
-    num_matrices, num_rows, num_cols = matrices.shape
-    num_rows = _slab_rows(num_matrices, num_rows, num_cols, on_cpu)
-    slabs = matrices.split(num_rows, dim=-2)
-    buffer = matrices.new_empty(slabs[0].numel(), dtype=_work_dtype(matrices.dtype))
-    views = [buffer[: slab.numel()].view(slab.shape) for slab in slabs]
-    maxima = torch.cat([_largest(slab) for slab in slabs], dim=-1)  # (B, 1, slabs)
-    norms = torch.cat(
-        [
-            torch.linalg.vector_norm(torch.div(slab, _nonzero(part, eps), out=view), dim=(-2, -1), keepdim=True)
-            for slab, part, view in zip(slabs, maxima.split(1, dim=-1), views, strict=True)
-        ],
-        dim=-1,
-    )
-    if len(slabs) == 1:
-        result.copy_(views[0].div_(_nonzero(norms, eps)))
-        return
-    largest = _nonzero(maxima.amax(-1, keepdim=True), eps)
-    norm = _nonzero(torch.linalg.vector_norm(norms * (maxima / largest), dim=-1, keepdim=True), eps)
-    for part, slab, view in zip(result.split(num_rows, dim=-2), slabs, views, strict=True):
-        part.copy_(torch.div(slab, largest, out=view).div_(norm))
-
-
-def _largest(X: Tensor) -> Tensor:
-    """The largest magnitude of each matrix, (B, 1, 1) in the dtype of the norm."""
-    # amax and amin are many times faster than an infinity norm on a CPU, and need no copy as abs does.
-    largest = torch.maximum(X.amax((-2, -1), keepdim=True), X.amin((-2, -1), keepdim=True).neg_())
-    return largest.to(_work_dtype(X.dtype))
-
-
-def _nonzero(divisor: Tensor, eps: float) -> Tensor:
-    return divisor.masked_fill(divisor == 0, eps)
-
-
-def _slab_rows(num_matrices: int, num_rows: int, num_cols: int, on_cpu: bool) -> int:
-    elements = _CPU_SLAB_ELEMENTS if on_cpu else _DEVICE_SLAB_ELEMENTS
-    return min(num_rows, max(1, elements // (num_matrices * num_cols)))
-
-
-def _work_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check_arguments(matrices: Tensor, dtype: torch.dtype, form: str, out: Tensor | None) -> None:

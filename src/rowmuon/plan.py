@@ -23,6 +23,7 @@ from rowmuon.memory import peak_bytes
 from rowmuon.owners import assign_owners, cut_into_buckets, sharing_pays
 from rowmuon.schedule import Schedule, make_schedule
 from rowmuon.stacks import GramStack, gram_bytes, gram_flops, gram_stacks
+from rowmuon.symmetric import Kernels
 
 __all__ = ["CheapStep", "Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
 
@@ -46,10 +47,13 @@ class PlanOptions:
     cheap_step: CheapStep = "row"
     gram_decay: float = 0.8
     gram_damping: float = 1e-3
+    ns_kernels: Kernels = "torch"
 
     def __post_init__(self) -> None:
         if self.cheap_step not in ("row", "gram_row"):
             raise ValueError(f"cheap_step={self.cheap_step!r} is neither 'row' nor 'gram_row'")
+        if self.ns_kernels not in ("torch", "triton"):
+            raise ValueError(f"ns_kernels={self.ns_kernels!r} is neither 'torch' nor 'triton'")
         if not _is_number(self.gram_decay) or not 0.0 <= self.gram_decay < 1.0:
             raise ValueError(f"gram_decay={self.gram_decay!r} isn't a number in [0, 1)")
         if not _is_number(self.gram_damping) or not LEAST_DAMPING <= self.gram_damping < math.inf:

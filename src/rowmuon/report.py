@@ -87,6 +87,7 @@ def _options(optimizer: PeriodicRowMuon) -> dict[str, object]:
         "overlap": repr(optimizer.overlap),
         "skip_nonfinite": optimizer.skip_nonfinite,
         "compile": optimizer.compile,
+        "ns_kernels": repr(options.ns_kernels),
     }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rowmuon.buckets import Bucket, Piece, Route, needs_exchange, travels
 from rowmuon.exchange import Exchange, Work, explained
 from rowmuon.factors import prepare_gram_row_steps, renew_factors
-from rowmuon.orthogonalize import newton_schulz
+from rowmuon.orthogonalize import newton_schulz, prepare_newton_schulz
 from rowmuon.plan import StepPlan
 from rowmuon.shards import (
     Shard,
@@ -84,15 +84,15 @@ class Runtime:
     Args:
         rank: this process's global rank (0 where there is no process group).
         group_of: gives the process group over a tuple of global ranks.
-        compile_rows: whether row steps are compiled, see `rowmuon.compiled`.
+        compile: row steps (`rowmuon.compiled`) and, on GPUs, the normalisation of Newton-Schulz.
     """
 
     def __init__(
-        self, rank: int, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup], compile_rows: bool = False
+        self, rank: int, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup], compile: bool = False
     ) -> None:
         self.rank = rank
         self.group_of = group_of
-        self.compile_rows = compile_rows  # may change between steps
+        self.compile = compile  # may change between steps
         self._step_rows: Callable[[], None] | None = None  # of the whole rows of a step that is prepared
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -101,11 +101,17 @@ class Runtime:
         """Whatever can fail for want of a tool, before the step changes or sends anything.
 
         Raises:
-            RuntimeError: the row step can't be compiled here.
+            RuntimeError: what a step needs can't be compiled here.
         """
+        for bucket in plan.buckets:
+            first = bucket.matrices[0].entry
+            if plan.entries[first].device not in ("cpu", "fake"):
+                *_, dtype = plan.entries[first].kernel
+                how: Any = {"kernels": plan.options.ns_kernels, "compile": self.compile}
+                prepare_newton_schulz(bucket.comm_dtype, dtype, shards[first].local_weight.device, **how)
         split = [shards[index] for part in plan.split_rows(self.rank) for index in part.members]
         gram_rows = prepare_gram_row_steps([shards[index] for index in plan.gram_rows])
-        rows = prepare_row_steps(self._whole(plan, shards), split, compile=self.compile_rows)
+        rows = prepare_row_steps(self._whole(plan, shards), split, compile=self.compile)
 
         def step_rows() -> None:
             rows()
@@ -182,7 +188,7 @@ class Runtime:
         finishers: list[Callable[[], None]] = []
         for split in plan.split_rows(self.rank):
             ranks, members = split.ranks, split.members
-            parts = [row_sums(shards[index], compile=self.compile_rows).to(split.dtype) for index in members]
+            parts = [row_sums(shards[index], compile=self.compile).to(split.dtype) for index in members]
             sizes = [part.numel() for part in parts]
             total = torch.cat(parts)
             del parts
@@ -196,7 +202,7 @@ class Runtime:
             ) -> None:
                 work.wait()
                 for index, sums in zip(members, total.split(sizes), strict=True):
-                    finish_split_rows(shards[index], sums, compile=self.compile_rows)
+                    finish_split_rows(shards[index], sums, compile=self.compile)
 
             finishers.append(finish)
         return finishers
@@ -267,8 +273,9 @@ class Runtime:
         counts.num_orthogonalizations += stack.shape[0]
         if stack.shape[0]:
             out = stack if stack.dtype == dtype else None
+            how: Any = {"kernels": plan.options.ns_kernels, "compile": self.compile}
             with phase("newton_schulz"):
-                stack = newton_schulz(stack, coefficients, eps=eps, dtype=dtype, out=out)
+                stack = newton_schulz(stack, coefficients, eps=eps, dtype=dtype, out=out, **how)
             del out
         with phase("gather"):
             if bucket.kind != "exchange":

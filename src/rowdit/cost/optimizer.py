@@ -16,7 +16,7 @@ from rowdit.cost.mesh import RankMesh
 from rowdit.cost.traffic import Spread
 from rowdit.train.config import OptimizerConfig
 from rowdit.train.optimizers import build_optimizer
-from rowmuon.plan import Entry, StepPlan, build_plan
+from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan
 
 Refresh = Literal["exchange", "gather"]
 
@@ -109,7 +109,7 @@ def optimizer_cost(
     # The optimizer has decided everything but who holds what: it was built without a process group.
     whole = optimizer.plan("refresh")
     options = whole.options if refresh is None else dataclasses.replace(whole.options, refresh=refresh)
-    entries = [_entry_on(entry, mesh, device) for entry in whole.entries]
+    entries = [_entry_on(entry, mesh, device, options) for entry in whole.entries]
     refresh_plan = build_plan(entries, range(len(entries)), options)
     row_plan = build_plan(entries, (), options)
     row_cost = StepCost.of(row_plan)
@@ -141,11 +141,10 @@ def _routed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sequence[Rout
     return routed
 
 
-def _entry_on(entry: Entry, mesh: RankMesh, device: str) -> Entry:
+def _entry_on(entry: Entry, mesh: RankMesh, device: str, options: PlanOptions) -> Entry:
     coefficients, *_ = entry.kernel
-    num_flops = rowmuon.newton_schulz_flops(
-        *entry.layout.matrix_shape, len(coefficients), "auto", coefficients=coefficients, device_type=device
-    )
+    how: Any = {"coefficients": coefficients, "device_type": device, "kernels": options.ns_kernels}
+    num_flops = rowmuon.newton_schulz_flops(*entry.layout.matrix_shape, len(coefficients), "auto", **how)
     workspace = dataclasses.replace(entry.workspace, device=device)  # type: ignore[type-var]
     layout = mesh.place(entry.layout)
     return dataclasses.replace(entry, layout=layout, device=device, num_flops=num_flops, workspace=workspace)

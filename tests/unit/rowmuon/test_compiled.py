@@ -174,7 +174,7 @@ def test_optimizer_follows_the_eager_one_and_keeps_the_option(way: str) -> None:
         torch.testing.assert_close(fast, eager, rtol=1e-5, atol=1e-6)
     assert not any("compile" in group for group in opts[1].param_groups)
     for copied in (copy.deepcopy(opts[1]), pickle.loads(pickle.dumps(opts[1]))):
-        assert copied.compile is True and copied._runtime.compile_rows is True
+        assert copied.compile is True and copied._runtime.compile is True
 
 
 def strided(kind: str, seed: int, shape: tuple[int, int] = (30, 20)) -> Tensor:

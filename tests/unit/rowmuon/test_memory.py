@@ -80,7 +80,7 @@ def test_newton_schulz_on_a_device_takes_little_beside_a_large_batch() -> None:
 def on_a_device(monkeypatch: pytest.MonkeyPatch, slab: int, batch: int) -> None:
     """CPU tensors take the path of other devices, in small parts."""
     monkeypatch.setattr("rowmuon.orthogonalize.compute_device", lambda tensor: "cuda")
-    monkeypatch.setattr("rowmuon.orthogonalize._DEVICE_SLAB_ELEMENTS", slab)
+    monkeypatch.setattr("rowmuon.normalize._DEVICE_SLAB_ELEMENTS", slab)
     monkeypatch.setattr("rowmuon.orthogonalize._DEVICE_BATCH_ELEMENTS", batch)
 
 
@@ -257,10 +257,10 @@ bounded_options = st.builds(
 def test_bucket_bytes_bounds_the_peak(entries: list[Entry], options: PlanOptions) -> None:
     """docs/shard.md: peak <= 13 B + 200 MiB, if Newton-Schulz has the dtype that is sent."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_DEVICE_SLAB_ELEMENTS", "_DEVICE_BATCH_ELEMENTS"):
-            patch.setattr(f"rowmuon.orthogonalize.{name}", SMALL)
+        for name in ("normalize._DEVICE_SLAB_ELEMENTS", "orthogonalize._DEVICE_BATCH_ELEMENTS"):
+            patch.setattr(f"rowmuon.{name}", SMALL)
         patch.setattr(update, "_DEVICE_BLOCK", SMALL)
-        patch.setattr("rowmuon.orthogonalize._PER_MATRIX_BYTES", 0)  # more than these tiny matrices themselves
+        patch.setattr("rowmuon.normalize._PER_MATRIX_BYTES", 0)  # more than these tiny matrices themselves
         patch.setattr(gram, "_AT_ONCE", SMALL)
         patch.setattr(gram, "_PER_MATRIX_BYTES", 0)
         patch.setattr(gram, "_NUM_STARTS", 0)
