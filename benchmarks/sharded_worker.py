@@ -163,18 +163,27 @@ def make_contenders(
 
 
 def expected_directions(matrices: Sequence[Matrix], mesh: DeviceMesh) -> dict[str, list[Tensor]]:
-    """This rank's rows of each matrix's gradient, orthogonalised in fp32.
+    """This rank's rows of each matrix's gradient, orthogonalised in fp32; the ranks divide the matrices.
 
     "whole": the matrix as it is, or its chunks. "shard": each rank's rows by themselves, which is a known fault.
     """
     coefficients = resolve_coefficients("keller_jordan", 5)
-    expected: dict[str, list[Tensor]] = {"whole": [], "shard": []}
-    for index, matrix in enumerate(matrices):
-        grad = random_pair(matrix, index)[1]
-        kinds = {"whole": grad.chunk(matrix.chunks), "shard": grad.chunk(mesh.size())}
-        for kind, parts in kinds.items():
-            whole = torch.cat([rowmuon.newton_schulz(p, coefficients, dtype=torch.float32) for p in parts])
-            expected[kind].append(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None).to_local().clone())
+    rank, num_ranks = dist.get_rank(), mesh.size()
+
+    def directions(index: int, num_parts: int) -> Tensor:
+        grad = random_pair(matrices[index], index)[1]
+        if index % num_ranks != rank:
+            return torch.empty_like(grad)
+        parts = grad.chunk(num_parts)
+        return torch.cat([rowmuon.newton_schulz(p, coefficients, dtype=torch.float32) for p in parts])
+
+    expected: dict[str, list[Tensor]] = {}
+    for kind in ("whole", "shard"):
+        found = [directions(i, m.chunks if kind == "whole" else num_ranks) for i, m in enumerate(matrices)]
+        expected[kind] = [
+            distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=i % num_ranks).to_local().clone()
+            for i, whole in enumerate(found)
+        ]
     return expected
 
 
@@ -313,7 +322,8 @@ def link_rates() -> dict[str, float]:
     def exchange() -> None:
         """Out alone."""
         both = Exchange(whole, route, dist.get_rank(), dist.group.WORLD)
-        both.send_out(other, StepTraffic(), comes_back=False).wait()
+        both.expect(other, comes_back=False)
+        both.send_out(StepTraffic()).wait()
         both.finish_sending()
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

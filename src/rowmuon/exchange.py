@@ -59,26 +59,39 @@ class Exchange:
         self._mine, self._route, self._rank, self._group = mine, route, rank, group
         self._here = route.group.index(rank)
         self._pairwise = _is_gloo(group, mine.device)
+        self._received: Tensor | None = None
+        self._arriving: list[dist.Work | None] = []
         self._sending: list[dist.Work | None] = []
         self._coming_back: list[dist.Work | None] | None = None
 
-    def send_out(self, received: Tensor, counts: StepTraffic, *, comes_back: bool) -> Work:
-        """``received`` is filled when the work is done, in the order of ``route.assemble``. Counts what is sent.
+    def expect(self, received: Tensor, *, comes_back: bool) -> None:
+        """Asks for what will arrive: ``received`` is to be filled, in the order of ``route.assemble``.
 
-        Without ``comes_back`` the way may end here, with `finish_sending`; else `expect_back` must follow.
+        A request waits behind whatever this rank has begun to send to the same peer before it. So it is best made for
+        all buckets that set out together before the first of them does; on all ranks in one order.
+
+        Without ``comes_back`` the way may end with `finish_sending`; else `expect_back` must follow.
         """
-        route = self._route
+        self._received = received
+        if self._pairwise:
+            with explained(self._rank, self._route.group):
+                self._arriving = self._receive(received.split(list(self._route.recv_counts)), _OUT)
+                if comes_back:
+                    self.expect_back()
+
+    def send_out(self, counts: StepTraffic) -> Work:
+        """Sends ``mine``. When the work is done, ``received`` is filled. Counts what is sent."""
+        route, received = self._route, self._received
+        assert received is not None, "expect() comes before send_out()"
+        self._received = None
         _count(self._mine, route.send_counts[self._here], counts)
         with explained(self._rank, route.group):
             if not self._pairwise:
                 return self._work([self._all_to_all(received, route.recv_counts, self._mine, route.send_counts)])
             mine, parts = self._mine.split(list(route.send_counts)), received.split(list(route.recv_counts))
-            arriving = self._receive(parts, _OUT)
-            if comes_back:
-                self.expect_back()
             parts[self._here].copy_(mine[self._here])
             self._sending += self._send(mine, _OUT)
-            return self._work(arriving)
+            return self._work(self._arriving)
 
     def expect_back(self) -> None:
         """Asks for what will come back. What an owner sends may be written over the rows that it was sent: it answers

@@ -61,7 +61,7 @@ class _Account:
 
     def run(self) -> int:
         sent, applied = self.plan.schedule.sent, (*self.plan.schedule.applied, len(self.plan.buckets))
-        arriving = {i: self._send(self.plan.buckets[i], ahead=True) for i in self.plan.ahead}
+        arriving = {i: self._send(self.plan.buckets[i]) for i in self.plan.ahead}
         for i in arriving:
             self._take_gradients(self.plan.buckets[i])
         sums = self._start_split_rows()
@@ -72,7 +72,7 @@ class _Account:
         self.drop(sums)
         returning: list[_Flight] = []
         for i, bucket in enumerate(self.plan.buckets):
-            flight = arriving.pop(i, None) or self._send_out(bucket)
+            flight = arriving.pop(i, None) or self._send_out(self._open(bucket))
             self._send_ahead(range(sent[i], sent[i + 1]), arriving)
             self._orthogonalize(flight)
             returning.append(flight)
@@ -135,25 +135,33 @@ class _Account:
     # --------------------------------------------------------------------------------------------- the pipeline
 
     def _send_ahead(self, which: Iterable[int], arriving: dict[int, _Flight]) -> None:
-        for i in which:
-            if i not in arriving and travels(self.plan.buckets[i]):
-                arriving[i] = self._send_out(self.plan.buckets[i])
+        chosen = [i for i in which if i not in arriving and travels(self.plan.buckets[i])]
+        for i in chosen:
+            arriving[i] = self._open(self.plan.buckets[i])
+        for i in chosen:
+            self._send_out(arriving[i])
 
     def _take_gradients(self, bucket: Bucket) -> None:
         for entry, layout in bucket.layouts.items():
             stack, num_rows, num_cols = layout.box(self.rank).shape
             self.use([_workspace(self.plan.entries[entry]).momentum(stack * num_rows, num_cols)])
 
-    def _send_out(self, bucket: Bucket) -> _Flight:
-        self._take_gradients(bucket)
-        return self._send(bucket)
+    def _send_out(self, flight: _Flight) -> _Flight:
+        self._take_gradients(flight.bucket)
+        self._touch(flight.bucket, flight.route.mine, False)
+        return flight
 
-    def _send(self, bucket: Bucket, ahead: bool = False) -> _Flight:
+    def _send(self, bucket: Bucket) -> _Flight:
+        """During backward."""
+        flight = self._open(bucket)
+        self._touch(bucket, flight.route.mine, True)
+        return flight
+
+    def _open(self, bucket: Bucket) -> _Flight:
         flight = _Flight(bucket, bucket.route(self.rank))
         route, itemsize = flight.route, bucket.comm_dtype.itemsize
         numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
         send = self.make((route.home_numel if needs_exchange(bucket) else numel) * itemsize)
-        self._touch(bucket, route.mine, ahead)
         if bucket.kind == "gather":
             flight.buffers, flight.received = send, self.make(send * len(route.group))
         elif needs_exchange(bucket):

@@ -43,6 +43,8 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 """Entered around the parts of a step with their names, for a stop-watch or a profiler: "gather" (packing, sending,
 waiting for and applying what a refresh moves), "newton_schulz", "row_step" and "adamw". They never nest."""
 
+Shards = Sequence[Shard] | Mapping[int, Shard]  # by the plan's entries
+
 
 @dataclass
 class Flight:
@@ -52,6 +54,7 @@ class Flight:
     route: Route
     work: Work | None = None
     buffers: list[Tensor] = field(default_factory=list)  # kept until the collective that uses them is done
+    packed: Tensor | None = None  # what will be sent, until it is
     received: Tensor | None = None
     exchange: Exchange | None = None
     home: Tensor | None = None  # this rank's rows: to be sent out, coming back, or being passed on to other replicas
@@ -157,7 +160,7 @@ class Runtime:
         returning: list[Flight] = []
         for i, bucket in enumerate(plan.buckets):
             with phase("gather"):
-                flight = arriving.pop(i, None) or self._send_out(bucket, shards, counts)
+                flight = arriving.pop(i, None) or self._send_out(self._open(bucket, shards), shards, counts)
                 self._send_ahead(plan, range(out[i], out[i + 1]), arriving, shards, counts)
             self._orthogonalize(flight, plan, shards, counts, phase)
             returning.append(flight)
@@ -218,46 +221,50 @@ class Runtime:
         counts: StepTraffic,
     ) -> None:
         """Sends those buckets out before their turn that have a way to go; the others would only take memory."""
-        for i in which:
-            if i not in arriving and travels(plan.buckets[i]):
-                arriving[i] = self._send_out(plan.buckets[i], shards, counts)
+        chosen = [i for i in which if i not in arriving and travels(plan.buckets[i])]
+        for i in chosen:
+            arriving[i] = self._open(plan.buckets[i], shards)
+        for i in chosen:
+            self._send_out(arriving[i], shards, counts)
 
-    def _send_out(self, bucket: Bucket, shards: Sequence[Shard], counts: StepTraffic) -> Flight:
-        for entry in bucket.layouts:
+    def _send_out(self, flight: Flight, shards: Sequence[Shard], counts: StepTraffic) -> Flight:
+        for entry in flight.bucket.layouts:
             take_gradient(shards[entry])
-        return self.send(bucket, shards, counts, comes_back=True)
+        return self._pack_and_send(flight, shards, counts)
 
-    def send(
-        self,
-        bucket: Bucket,
-        shards: Sequence[Shard] | Mapping[int, Shard],
-        counts: StepTraffic,
-        *,
-        comes_back: bool = False,
-    ) -> Flight:
-        """Packs this rank's directions of a bucket and sends them to those who orthogonalise; changes no shard.
+    def send(self, bucket: Bucket, shards: Mapping[int, Shard], counts: StepTraffic) -> Flight:
+        """Packs this rank's directions of a bucket and sends them out; changes no shard, and may still be given up."""
+        return self._pack_and_send(self._open(bucket, shards, comes_back=False), shards, counts)
 
-        Without ``comes_back`` the flight may still be given up.
-        """
+    def _open(self, bucket: Bucket, shards: Shards, comes_back: bool = True) -> Flight:
+        """Makes a bucket's buffers, and asks for what will arrive in them, before anything is sent."""
         route = bucket.route(self.rank)
         if bucket.kind == "local":
             route = with_gradients(bucket, route, shards)
         flight = Flight(bucket, route)
         numel = route.send_counts[0] if bucket.kind == "gather" else sum(piece.numel for piece in route.mine)
-        send = self._empty(route.home_numel if needs_exchange(bucket) else numel, bucket, shards)
-        for piece in route.mine:
-            write_part(shards[bucket.matrices[piece.matrix].entry], piece, send)
+        flight.packed = self._empty(route.home_numel if needs_exchange(bucket) else numel, bucket, shards)
         if bucket.kind == "gather":
             flight.received = self._empty(numel * len(route.group), bucket, shards)
-            flight.work = self._all_gather(flight.received, send, route.group, counts)
         elif needs_exchange(bucket):
-            flight.home, flight.received = send, self._empty(sum(route.recv_counts), bucket, shards)
-            flight.exchange = self._exchange(send[:numel], route)
-            flight.work = flight.exchange.send_out(flight.received, counts, comes_back=comes_back)
+            flight.received = self._empty(sum(route.recv_counts), bucket, shards)
+            flight.exchange = self._exchange(flight.packed[:numel], route)
+            flight.exchange.expect(flight.received, comes_back=comes_back)
+        return flight
+
+    def _pack_and_send(self, flight: Flight, shards: Shards, counts: StepTraffic) -> Flight:
+        packed, flight.packed = flight.packed, None
+        assert packed is not None
+        for piece in flight.route.mine:
+            write_part(shards[flight.bucket.matrices[piece.matrix].entry], piece, packed)
+        if flight.exchange is not None:
+            flight.home = packed
+            flight.work = flight.exchange.send_out(counts)
+        elif flight.received is not None:
+            flight.work = self._all_gather(flight.received, packed, flight.route.group, counts)
+            flight.buffers.append(packed)
         else:
-            flight.received = send
-        if bucket.kind == "gather":
-            flight.buffers.append(send)
+            flight.received = packed
         return flight
 
     def _orthogonalize(
@@ -334,7 +341,7 @@ class Runtime:
             part = received[piece.offset : piece.offset + piece.numel].view(piece.box.shape)
             apply_part(shards[bucket.matrices[piece.matrix].entry], piece.box, part)
 
-    def _empty(self, numel: int, bucket: Bucket, shards: Sequence[Shard] | Mapping[int, Shard]) -> Tensor:
+    def _empty(self, numel: int, bucket: Bucket, shards: Shards) -> Tensor:
         return torch.empty(numel, dtype=bucket.comm_dtype, device=shards[bucket.matrices[0].entry].weight.device)
 
     # ---------------------------------------------------------------------------------------------- collectives

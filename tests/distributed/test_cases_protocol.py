@@ -313,30 +313,33 @@ def waiting_at_once() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize(("bucket_bytes", "num_together"), [(1, 1), (64 << 20, 3)])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_what_comes_is_asked_for_before_anything_is_sent(ranks, world_size):
+def test_what_comes_is_asked_for_before_anything_is_sent(ranks, world_size, bucket_bytes, num_together):
     """On gloo a request that comes after a message waits for it, and the two directions of a link take turns."""
     if device_type() != "cpu":
         pytest.skip("messages go one by one on gloo alone")
-    ranks(world_size).run(run_requests_first)
+    ranks(world_size).run(run_requests_first, bucket_bytes, num_together)
 
 
-def run_requests_first() -> None:
-    """Of the first bucket: what arrives, what comes back, and only then what is sent."""
-    num_others = dist.get_world_size() - 1
-    specs = (Spec("a", (8, 16)), Spec("b", (16, 8)))
-    params = build(specs, f"{num_others + 1}:S0")
-    optimizer = optimizer_on(params, specs, f"{num_others + 1}:S0", period=1, bucket_bytes=1)
+def run_requests_first(bucket_bytes: int, num_together: int) -> None:
+    """Of the buckets that set out together: what arrives, what comes back, and only then what is sent."""
+    layout = f"{dist.get_world_size()}:S0"
+    specs = (Spec("a", (8, 16)), Spec("b", (16, 8)), Spec("c", (8, 8)))
+    params = build(specs, layout)
+    optimizer = optimizer_on(params, specs, layout, period=1, bucket_bytes=bucket_bytes)
     give_gradients(params, specs, 0)
     optimizer.step()  # in which the ranks compare their plans
     with OrderOfMessages() as messages:
         optimizer.step()
-    route = optimizer.plan("refresh").buckets[0].route(dist.get_rank())
-    here = route.group.index(dist.get_rank())
-    incoming, outgoing = (
-        sum(count > 0 for i, count in enumerate(counts) if i != here)
-        for counts in (route.recv_counts, route.send_counts)
-    )
+    plan = optimizer.plan("refresh")
+    assert len(plan.buckets) == 3 and plan.schedule.sent[0] == num_together
+    incoming = outgoing = 0
+    for bucket in plan.buckets[:num_together]:
+        route = bucket.route(dist.get_rank())
+        here = route.group.index(dist.get_rank())
+        incoming += sum(count > 0 for i, count in enumerate(route.recv_counts) if i != here)
+        outgoing += sum(count > 0 for i, count in enumerate(route.send_counts) if i != here)
     begun = messages.sends[: incoming + 2 * outgoing]
     assert begun == [False] * (incoming + outgoing) + [True] * outgoing
 
