@@ -50,18 +50,22 @@ def ring_seconds(bytes_sent: float, members: Members, cluster: Cluster) -> float
     return (between if crossing else inside).base_seconds + hops + bytes_sent / speed
 
 
-def all_to_all_seconds(bytes_moved: float, members: Members, cluster: Cluster) -> float:
-    """An all-to-all in which the busiest rank sends, or receives, ``bytes_moved``, about as much to each peer."""
+def all_to_all_latency(members: Members, cluster: Cluster) -> float:
+    """Seconds that an all-to-all takes beside moving its bytes."""
+    if members.num_ranks == 1:
+        return 0.0
+    link = cluster.between if members.num_nodes > 1 else cluster.inside
+    # The peers' messages overlap: what is left of each is the cost of posting it, a fraction of a hop.
+    return link.base_seconds + link.hop_seconds + (members.num_ranks - 1) * _POST_SECONDS
+
+
+def all_to_all_pace(members: Members, cluster: Cluster) -> float:
+    """Seconds for each byte that a rank sends in an all-to-all, or receives, about as much for each peer."""
     if members.num_ranks == 1:
         return 0.0
     inside, between = cluster.inside, cluster.between
-    others = members.num_ranks - 1
-    away = (members.num_ranks - members.per_node) / others
-    staying = bytes_moved * (1 - away) / (inside.speed * inside.all_to_all)
-    seconds = max(staying, bytes_moved * away / (between.speed * between.all_to_all))
-    link = between if away else inside
-    # The peers' messages overlap: what is left of each is the cost of posting it, a fraction of a hop.
-    return link.base_seconds + link.hop_seconds + others * _POST_SECONDS + seconds
+    away = (members.num_ranks - members.per_node) / (members.num_ranks - 1)
+    return max((1 - away) / (inside.speed * inside.all_to_all), away / (between.speed * between.all_to_all))
 
 
 _POST_SECONDS = 0.5e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -79,6 +80,11 @@ class OptimizerCost:
     row_plan: StepPlan | None
     refresh: StepCost
     row: StepCost
+
+    @cached_property
+    def rank_works(self) -> list[tuple[traffic.RankWork, ...]]:
+        """`rowdit.cost.traffic.rank_works` of a refresh."""
+        return traffic.rank_works(self.refresh_plan) if self.refresh_plan else []
 
     def mean(self, quantity: Literal["bytes_sent", "flops"]) -> tuple[float, float]:
         """Per step, mean over a period: of the mean rank, and of the rank with most."""

@@ -11,40 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rowdit.cost.collectives import Members, all_to_all_seconds, ring_seconds
+from rowdit.cost.collectives import Members, ring_seconds
 from rowdit.cost.estimate import Estimate
 from rowdit.cost.hardware import Cluster, Link
 from rowdit.cost.mesh import RankMesh
-from rowdit.cost.traffic import largest_messages, owned_counts
+from rowdit.cost.pipeline import OptimizerTime, refresh_time
 from rowdit.models.parallel import DTYPES
-from rowmuon.buckets import Bucket, travels
 from rowmuon.plan import StepPlan
 from rowmuon.stacks import gram_bytes, gram_flops
 
-_MOMENTUM_BYTES = 3 * 4  # read gradient and momentum, write momentum
-_ROW_BYTES = 5 * 4  # and read and write the weights: memory is passed over once
+_ROW_BYTES = 5 * 4  # read gradient, momentum, weights; write momentum and weights: memory is passed over once
 _ADAMW_BYTES = 7 * 4  # read gradient, two moments, weights; write all but the gradient
 _EMA_BYTES = 3 * 4
-
-
-@dataclass(frozen=True)
-class OptimizerTime:
-    """Seconds of one kind of optimizer step.
-
-    memory: momentum, row steps, packing, applying, and AdamW's parameters.
-    products: Newton-Schulz, on the busiest rank of each bucket, and those of Gram row steps.
-    exposed: waiting for messages that nothing hides.
-    traffic: of all messages, hidden or not.
-    """
-
-    memory: float
-    products: float
-    exposed: float
-    traffic: float
-
-    @property
-    def total(self) -> float:
-        return self.memory + self.products + self.exposed
 
 
 @dataclass(frozen=True)
@@ -94,7 +72,9 @@ def predict(found: Estimate, cluster: Cluster) -> StepTime:
     averages = num_averages * _EMA_BYTES * (local["muon"] + local["adamw"]) / cluster.memory_speed
     adamw = _ADAMW_BYTES * local["adamw"] / cluster.memory_speed
     row = OptimizerTime(adamw + _ROW_BYTES * local["muon"] / cluster.memory_speed, 0.0, 0.0, 0.0)
-    refresh = _refresh(cost.refresh_plan, mesh, cluster, adamw) if cost.refresh_plan else row
+    refresh = row
+    if cost.refresh_plan:
+        refresh = refresh_time(cost.refresh_plan, cost.rank_works, _groups(mesh, cluster), cluster, adamw)
     if cost.refresh_plan and cost.row_plan:
         refresh = _with_gram(refresh, cost.refresh_plan, mesh, cluster)
         row = _with_gram(row, cost.row_plan, mesh, cluster)
@@ -171,62 +151,6 @@ def _groups(mesh: RankMesh, cluster: Cluster) -> tuple[Members, Members]:
     return shards, Members.of(range(0, mesh.world_size, mesh.num_shards), size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a refresh
-
-
-def _refresh(plan: StepPlan, mesh: RankMesh, cluster: Cluster, fill: float) -> OptimizerTime:
-    """Runs the pipeline of `rowmuon.runtime` in seconds, by the plan's own schedule: the next buckets are on their way
-    while one is orthogonalised, and those before come home. Messages go one after another, in the order in which they
-    are started; so buckets that keep different links busy at the same time are taken to be slower than they are.
-
-    Args:
-        fill: of work that waits for nobody (AdamW's parameters).
-    """
-    shards, replicas = _groups(mesh, cluster)
-    speed = cluster.matmul_speed * cluster.newton_schulz
-    stages = [_Stage.of(bucket, mesh, cluster, shards, replicas, speed) for bucket in plan.buckets]
-    now = network = waited = 0.0
-    arrives = [0.0] * len(stages)
-    home = [0.0] * len(stages)
-
-    def send_out(i: int) -> None:
-        nonlocal now, network
-        now += stages[i].pack
-        network = max(network, now) + stages[i].there
-        arrives[i] = network
-
-    def wait_for(time: float) -> None:
-        nonlocal now, waited
-        waited += max(0.0, time - now)
-        now = max(now, time)
-
-    def send_ahead(start: int, end: int) -> None:
-        for i in range(start, end):
-            if stages[i].travels:
-                send_out(i)
-
-    sent, applied = plan.schedule.sent, (*plan.schedule.applied, len(stages))
-    send_ahead(0, sent[0])
-    now += fill
-    for i, stage in enumerate(stages):
-        if not stage.travels:
-            now += stage.pack
-        send_ahead(sent[i], sent[i + 1])
-        wait_for(arrives[i])
-        now += stage.products
-        if stage.back:
-            network = max(network, now) + stage.back
-            home[i] = network
-        for j in range(applied[i], applied[i + 1]):
-            wait_for(home[j])
-            now += stages[j].apply
-    memory = fill + sum(stage.pack + stage.apply for stage in stages)
-    products = sum(stage.products for stage in stages)
-    traffic = sum(stage.there + stage.back for stage in stages)
-    return OptimizerTime(memory, products, waited, traffic)
-
-
 def _with_gram(time: OptimizerTime, plan: StepPlan, mesh: RankMesh, cluster: Cluster) -> OptimizerTime:
     """And what Gram row steps take: a refresh's products in float32 and its sums, which nothing is taken to hide."""
     if not plan.renewed and not plan.gram_rows:
@@ -236,37 +160,6 @@ def _with_gram(time: OptimizerTime, plan: StepPlan, mesh: RankMesh, cluster: Clu
     shards, _ = _groups(mesh, cluster)
     sums = sum(ring_seconds(sent, shards, cluster) for sent in gram_bytes(plan.gram_stacks(0)))
     return OptimizerTime(time.memory, time.products + products, time.exposed + sums, time.traffic + sums)
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """Seconds of a bucket: packing its momentum, its way there, its products, its way back, applying it."""
-
-    travels: bool
-    pack: float
-    there: float
-    products: float
-    back: float
-    apply: float
-
-    @staticmethod
-    def of(
-        bucket: Bucket, mesh: RankMesh, cluster: Cluster, shards: Members, replicas: Members, speed: float
-    ) -> _Stage:
-        held = len(bucket.matrices) * bucket.matrix_numel / mesh.num_shards
-        size = bucket.comm_dtype.itemsize
-        pack = held * (_MOMENTUM_BYTES + size) / cluster.memory_speed
-        apply = held * (2 * 4 + size) / cluster.memory_speed
-        owned = max(owned_counts(bucket)) if mesh.world_size > 1 else len(bucket.matrices)
-        products = owned * bucket.num_flops / speed
-        message, shared = largest_messages(bucket)
-        there = back = 0.0
-        if bucket.kind == "gather":
-            there = ring_seconds(message, shards, cluster)
-        elif bucket.kind == "exchange":
-            there = back = all_to_all_seconds(message, shards, cluster) if message else 0.0
-            back += ring_seconds(shared, replicas, cluster) if shared else 0.0
-        return _Stage(travels(bucket), pack, there, products, back, apply)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from rowmuon.buckets import Bucket, needs_exchange
 from rowmuon.layout import Layout
@@ -129,20 +130,41 @@ def _shared_bytes(bucket: Bucket) -> list[int]:
     return [(layout.num_replicas - 1) * count * bucket.comm_dtype.itemsize for count in counts]
 
 
-def largest_messages(bucket: Bucket) -> tuple[int, int]:
-    """Bytes that the busiest rank sends or receives in one all-to-all of a bucket (there and back are each other's
-    reverse), or sends in its all-gather; and that the busiest rank sends to its replicas.
-    """
-    layout, itemsize = bucket.layout, bucket.comm_dtype.itemsize
-    if bucket.kind == "local" or layout.grid is None:
-        return 0, 0
-    if bucket.kind == "gather":
-        return _gather_bytes(bucket, layout.grid.ranks[0]), 0
-    most = 0
-    if needs_exchange(bucket):
-        both = _all_to_all(bucket, layout.shard_group(layout.grid.ranks[0]))
-        most = max(max(there, back) for there, back in both.values()) * itemsize
-    return most, max(_shared_bytes(bucket))
+class RankWork(NamedTuple):
+    """What a bucket is for a rank: bytes that it sends to owners in an all-to-all and receives as one (home it is the
+    reverse), and matrices that it orthogonalises."""
+
+    sent: int
+    received: int
+    owned: int
+
+
+def rank_works(plan: StepPlan) -> list[tuple[RankWork, ...]]:
+    """Of every bucket, for each kind of rank: ranks for which all of it is the same are listed once."""
+    grid = plan.entries[0].layout.grid if plan.entries else None
+    if grid is None:
+        return [tuple(RankWork(0, 0, len(bucket.matrices)) for bucket in plan.buckets)]
+    of_buckets: list[list[RankWork]] = []
+    for bucket in plan.buckets:
+        owned = owned_counts(bucket)
+        if bucket.kind != "exchange" or not needs_exchange(bucket):
+            of_buckets.append([RankWork(0, 0, count) for count in owned])
+            continue
+        size = bucket.comm_dtype.itemsize
+        moved = _all_to_all(bucket, bucket.layout.shard_group(grid.ranks[0]))
+        places = (moved[_owner(bucket, rank)] for rank in grid.ranks)
+        of_buckets.append(
+            [RankWork(size * out, size * into, count) for (out, into), count in zip(places, owned, strict=True)]
+        )
+    return list(dict.fromkeys(zip(*of_buckets, strict=True)))
+
+
+def gathered_bytes(bucket: Bucket) -> int:
+    """Bytes that a rank sends in the all-gather of a bucket, there or, from the owners' replicas, after its exchange;
+    the most of any rank."""
+    if bucket.layout.grid is None or bucket.kind == "local":
+        return 0
+    return _gather_bytes(bucket, bucket.layout.grid.ranks[0]) if bucket.kind == "gather" else max(_shared_bytes(bucket))
 
 
 def _all_to_all(bucket: Bucket, group: tuple[int, ...]) -> dict[tuple[int, int], tuple[int, int]]:

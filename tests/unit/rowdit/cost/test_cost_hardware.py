@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rowdit.cost.collectives import Members, all_to_all_seconds, ring_seconds
+from rowdit.cost.collectives import Members, all_to_all_latency, all_to_all_pace, ring_seconds
 from rowdit.cost.hardware import CLUSTERS, ClusterError, Link, cluster
 
 H100 = CLUSTERS["h100"]
@@ -80,10 +80,12 @@ def test_rings() -> None:
 
 
 def test_all_to_all() -> None:
-    assert all_to_all_seconds(1000, Members(1, 1), PLAIN) == 0
-    assert all_to_all_seconds(1000, Members(4, 4), PLAIN) == pytest.approx(10.0, rel=1e-5)
+    assert all_to_all_pace(Members(1, 1), PLAIN) == all_to_all_latency(Members(1, 1), PLAIN) == 0
+    assert 1000 * all_to_all_pace(Members(4, 4), PLAIN) == pytest.approx(10.0)
     # four of seven peers are on the other machine, reached over the rank's own link
-    assert all_to_all_seconds(700, Members(8, 4), PLAIN) == pytest.approx(40.0, rel=1e-5)
+    assert 700 * all_to_all_pace(Members(8, 4), PLAIN) == pytest.approx(40.0)
     half = dataclasses.replace(PLAIN, between=dataclasses.replace(SLOW, all_to_all=0.5))
-    assert all_to_all_seconds(700, Members(8, 4), half) == pytest.approx(80.0, rel=1e-5)
+    assert 700 * all_to_all_pace(Members(8, 4), half) == pytest.approx(80.0)
+    assert all_to_all_latency(Members(8, 8), H100) == pytest.approx(8.4e-6 + 3.4e-6 + 7 * 0.5e-6)
+    assert all_to_all_latency(Members(8, 4), H100) == pytest.approx(8.4e-6 + 14e-6 + 7 * 0.5e-6)
     assert ring_seconds(1000, Members(8, 4), half) == 25.0

@@ -48,7 +48,8 @@ def test_one_rank_by_hand() -> None:
     assert time.averages == pytest.approx(12 * (muon + adamw) / memory)
     products = found.optimizer.refresh.flops.max / (989.4e12 * 0.803 * 0.75)
     assert time.refresh.products == pytest.approx(products)
-    assert time.fsdp_traffic == time.refresh.exposed == time.refresh.traffic == 0
+    assert time.fsdp_traffic == time.refresh.traffic == 0
+    assert time.refresh.exposed == pytest.approx(0.0, abs=1e-15)
     assert time.total == pytest.approx(time.compute + time.averages + time.optimizer)
     assert time.optimizer == pytest.approx((time.refresh.total + 2 * time.row.total) / 3)
     slow = predict(priced(run(param_dtype="float32"), 1), H100)
@@ -82,8 +83,12 @@ def test_fast_links_hide_and_slow_links_show(refresh: str) -> None:
     found = priced(run(), 8, refresh=refresh)
     instant, slow = predict(found, with_links(1e18)), predict(found, with_links(1e8))
     assert instant.refresh.exposed < 1e-4 and instant.fsdp_exposed < 1e-6
-    # nothing can be hidden behind so little work: nearly all of the messages are waited for
-    assert slow.refresh.exposed == pytest.approx(slow.refresh.traffic, rel=0.1)
+    # Nothing can be hidden behind so little work: nearly all of the messages are waited for. But an exchange's buckets
+    # come home while others go out, and have their owners on other ranks.
+    if refresh == "gather":
+        assert slow.refresh.exposed == pytest.approx(slow.refresh.traffic, rel=0.1)
+    else:
+        assert 0.5 * slow.refresh.traffic < slow.refresh.exposed < slow.refresh.traffic
     assert slow.fsdp_exposed == pytest.approx(slow.fsdp_traffic, rel=0.1)
     assert slow.refresh.exposed <= slow.refresh.traffic and slow.fsdp_exposed <= slow.fsdp_traffic
     busy = predict(priced(run(batch_size=64 * 4096), 8, refresh=refresh), H100)
