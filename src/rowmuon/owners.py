@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +17,18 @@ from rowmuon.members import Held, runs_of
 if TYPE_CHECKING:
     from rowmuon.plan import Entry, PlanOptions
 
-__all__ = ["assign_owners", "cut_into_buckets", "sharing_pays"]
+__all__ = ["assign_owners", "cut_into_buckets", "sharing_pays", "spread"]
 
 
 def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: bool) -> list[Matrix]:
     """Gives each matrix to the least loaded owner, the costliest first (longest processing time first).
 
     Owners are (`Layout.replica_index`, `Layout.shard_index`). A matrix that is whole on a rank stays there; only its
-    replica is then free to choose. Of equally loaded owners those on different replicas come first. If replicas share,
-    matrices that lie on the same ranks, the first chunks of all parameters say, come one after another: then what
-    replicas gather from each other, padded to the one with most, is about the same for all of them.
+    replica is then free to choose. Of equally loaded owners those on different replicas come first, then members of the
+    shard group that lie far from each other (`spread`): where ranks outnumber matrices, or in the last round, the few
+    owners, to whom everyone sends, are on as many machines as can be. If replicas share, matrices that lie on the same
+    ranks, the first chunks of all parameters say, come one after another: then what replicas gather from each other,
+    padded to the one with most, is about the same for all of them.
     """
     layout = entries[matrices[0].entry].layout
     num_replicas = layout.num_replicas if share else 1
@@ -35,7 +38,9 @@ def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: b
         key=lambda i: (*_size(entries[matrices[i].entry]), matrices[i].index if share else 0, i),
     )
     load: dict[tuple[int, int], int] = {}
-    free = [(0, s, r) for s in range(num_members) for r in range(num_replicas)]  # in order, so it is a heap
+    turns = spread(num_members)
+    # (load, whose turn it is, replica): in order, so it is a heap
+    free = [(0, turn, r) for turn in range(num_members) for r in range(num_replicas)]
     owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
     for i in order:
         matrix = matrices[i]
@@ -44,14 +49,31 @@ def assign_owners(matrices: Sequence[Matrix], entries: Sequence[Entry], share: b
             s = _holder(entry.layout, matrix.box)
             _, r = min((load.get((r, s), 0), r) for r in range(num_replicas))
         else:
-            while free[0][0] != load.get((free[0][2], free[0][1]), 0):  # it was given something that it holds whole
-                _, s, r = free[0]
-                heapq.heapreplace(free, (load[r, s], s, r))
-            known, s, r = free[0]
-            heapq.heapreplace(free, (known + entry.num_flops, s, r))
+            while free[0][0] != load.get((free[0][2], turns[free[0][1]]), 0):  # it was given one that it holds whole
+                _, turn, r = free[0]
+                heapq.heapreplace(free, (load[r, turns[turn]], turn, r))
+            known, turn, r = free[0]
+            heapq.heapreplace(free, (known + entry.num_flops, turn, r))
+            s = turns[turn]
         load[r, s] = load.get((r, s), 0) + entry.num_flops
         owners[i] = (r, s)
     return [Matrix(m.entry, m.index, m.box, owner) for m, owner in zip(matrices, owners, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def spread(num_members: int) -> tuple[int, ...]:
+    """All members, in an order whose every beginning, and every stretch, is spread evenly over them.
+
+    They count upwards with their binary digits reversed (van der Corput's sequence). Of the first n members, every
+    aligned block of 2^k members, a machine of eight or what hangs on one switch, has the same number, give or take one.
+
+    Example:
+        >>> spread(8)
+        (0, 4, 2, 6, 1, 5, 3, 7)
+    """
+    num_digits = (num_members - 1).bit_length()
+    reverse = (int(f"{turn:0{num_digits}b}"[::-1], 2) if num_digits else 0 for turn in range(1 << num_digits))
+    return tuple(member for member in reverse if member < num_members)
 
 
 def _size(entry: Entry) -> tuple[int, tuple[int, int]]:

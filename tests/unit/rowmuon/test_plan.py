@@ -20,6 +20,7 @@ from plan_simulation import (
 )
 from rowmuon.buckets import Bucket, Matrix, Piece, merge_pieces, needs_exchange
 from rowmuon.layout import COLS, ROWS, Box, Grid, Layout, Split, local_layout
+from rowmuon.owners import assign_owners, spread
 from rowmuon.plan import Entry, PlanOptions, StepPlan, build_plan, explain_difference, plan_hash
 
 MANY = settings(max_examples=60)
@@ -120,6 +121,60 @@ def test_owners_carry_about_the_same(entries: list[Entry], shared: bool) -> None
         assert set(load) == set(owners)
         # Each went to the least loaded owner.
         assert max(load.values()) - min(load.values()) <= max(bucket.num_flops for bucket in buckets)
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 4096),
+    st.lists(st.tuples(st.integers(1, 6), st.sampled_from([(6, 4), (12, 4), (60, 7)])), min_size=1, max_size=12),
+    st.sampled_from([1, 400, 64 << 20]),
+    st.integers(0, 11),
+)
+def test_few_owners_are_spread_over_the_machines(
+    num_ranks: int, kinds: list[tuple[int, tuple[int, int]]], bucket_bytes: int, digits: int
+) -> None:
+    """A machine, or what hangs on one switch, has a power of two of ranks."""
+    grid = Grid((num_ranks,), tuple(range(num_ranks)))
+    splits = (Split(0, ROWS, num_ranks, 60, 1),)
+    layouts_of = [Layout((60, cols), 0, 60 // rows, grid, splits) for _, (rows, cols) in kinds]
+    entries = [entry_of(layout, i) for i, layout in enumerate(layouts_of)]
+    plan = build_plan(entries, range(len(entries)), PlanOptions("exchange", torch.float64, bucket_bytes))
+    owned = Counter(m.owner[1] for bucket in plan.buckets for m in bucket.matrices)
+    num_matrices, size = owned.total(), 2**digits
+    if num_ranks == 1 or num_matrices > num_ranks:
+        return
+    assert set(owned.values()) == {1}
+    on_machine = Counter(member // size for member in owned)
+    counts = [on_machine[machine] for machine in range(num_ranks // size)]
+    assert not counts or max(counts) - min(counts) <= 1
+
+
+@given(st.integers(1, 5000), st.integers(0, 12), st.data())
+def test_every_stretch_of_the_turns_is_spread(num_members: int, digits: int, data: st.DataObject) -> None:
+    turns = spread(num_members)
+    assert sorted(turns) == list(range(num_members))
+    size = 2**digits
+    stop = data.draw(st.integers(0, num_members))
+    start = data.draw(st.integers(0, stop))
+    found = Counter(member // size for member in turns[start:stop])
+    counts = [found[machine] for machine in range(num_members // size)]
+    assert not counts or max(counts) - min(counts) <= (1 if start == 0 else 2)
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 600), st.integers(1, 4), st.integers(0, 9))
+def test_the_last_round_is_spread_too(num_ranks: int, num_rounds: int, digits: int) -> None:
+    """Matrices of one cost: everyone has as many, and some one more."""
+    grid = Grid((num_ranks,), tuple(range(num_ranks)))
+    num_matrices = num_ranks * num_rounds + num_ranks // 3
+    layout = Layout((8, 4), 0, 1, grid, (Split(0, ROWS, num_ranks, 8, 1),))
+    matrices = [Matrix(i, 0, layout.matrix_box(0)) for i in range(num_matrices)]
+    owners = assign_owners(matrices, [entry_of(layout, i) for i in range(num_matrices)], share=False)
+    owned, size = Counter(m.owner[1] for m in owners), 2**digits
+    assert {owned[member] for member in range(num_ranks)} <= {num_rounds, num_rounds + 1}
+    one_more = Counter(member // size for member, count in owned.items() if count > num_rounds)
+    counts = [one_more[machine] for machine in range(num_ranks // size)]
+    assert not counts or max(counts) - min(counts) <= 1
 
 
 def entry_in(plan: StepPlan):
