@@ -105,6 +105,7 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @cache
+@torch.no_grad()  # as `newton_schulz` calls it: what is compiled with gradients is another compilation
 def build(source_dtype: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
     """Compiles what `normalize` takes from one dtype to another, once in a process, on memory of its own.
 

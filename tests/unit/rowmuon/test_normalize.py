@@ -73,6 +73,7 @@ def test_powers_of_two_change_no_bit() -> None:
 
 
 @pytest.mark.slow
+@torch.no_grad()
 @pytest.mark.parametrize(("source", "dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
 def test_compiled(fresh: None, source: torch.dtype, dtype: torch.dtype) -> None:
     """The eager result to a rounding, for one matrix and for several, in place too; no shape compiles again."""
