@@ -57,8 +57,9 @@ def test_recipes_can_be_built(name: str) -> None:
     recipe = recipes.load(name)
     if isinstance(recipe, Comparison):
         assert list(recipe.optimizers)[0] == "adamw"
+        assert recipe.select(None) == ("adamw", "muon", "periodic")
         for label, optimizer in recipe.optimizers.items():
-            assert optimizer.name == label
+            assert optimizer.name == ("periodic" if label in recipe.on_request else label)
     with torch.device("meta"):  # some have billions of parameters
         DiT(recipe.model)
 
@@ -69,6 +70,7 @@ def test_quickstart_is_of_the_size_that_it_says() -> None:
     num = sum(p.numel() for p in DiT(comparison.model).parameters() if p.requires_grad)
     assert comparison.model.num_tokens == 49 and 0.4e6 < num < 0.7e6
     assert len(comparison.evaluate.steps(comparison.train.steps)) == 4
+    assert comparison.optimizers["paper"].row_scale == 1.0
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
