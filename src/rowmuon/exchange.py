@@ -1,12 +1,12 @@
 """An exchange: every rank sends its rows to the owners of their matrices, who send back what becomes of them.
 
-One buffer serves both ways, for what comes back takes the places of what was sent. Besides `runtime`, the only file
-that calls a collective.
+One buffer serves both ways, for what comes back takes the places of what was sent, unless it has another dtype.
+Besides `runtime`, the only file that calls a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from rowmuon.buckets import Route
 from rowmuon.traffic import StepTraffic
 
-__all__ = ["Exchange", "Work", "explained"]
+__all__ = ["Exchange", "Messages", "Work", "explained"]
 
 # Tags. Messages between two ranks with one tag arrive in the order in which they were sent.
 _OUT, _BACK = 0x726F7701, 0x726F7702
@@ -53,10 +53,14 @@ class Exchange:
         route: of this rank.
         rank: this rank.
         group: the process group over ``route.group``.
+        back: where what comes back goes, if not to ``mine``; of as many elements.
     """
 
-    def __init__(self, mine: Tensor, route: Route, rank: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, mine: Tensor, route: Route, rank: int, group: dist.ProcessGroup, back: Tensor | None = None
+    ) -> None:
         self._mine, self._route, self._rank, self._group = mine, route, rank, group
+        self._back = mine if back is None else back
         self._here = route.group.index(rank)
         self._pairwise = _is_gloo(group, mine.device)
         self._received: Tensor | None = None
@@ -97,22 +101,22 @@ class Exchange:
         """Asks for what will come back. What an owner sends may be written over the rows that it was sent: it answers
         when it has them all."""
         if self._pairwise and self._coming_back is None:
-            self._coming_back = self._receive(self._mine.split(list(self._route.send_counts)), _BACK)
+            self._coming_back = self._receive(self._back.split(list(self._route.send_counts)), _BACK)
 
     def finish_sending(self) -> None:
         """Waits until everything has left ``mine``."""
         self._work(self._sending).wait()
 
     def send_back(self, results: Tensor, counts: StepTraffic) -> Work:
-        """Sends ``results`` to where ``received`` came from, in the same order; then ``mine`` is what has come back."""
+        """Sends ``results`` to where ``received`` came from, in the same order; then ``back`` is what has come back."""
         route = self._route
         _count(results, route.recv_counts[self._here], counts)
         with explained(self._rank, route.group):
             if not self._pairwise:
-                return self._work([self._all_to_all(self._mine, route.send_counts, results, route.recv_counts)])
+                return self._work([self._all_to_all(self._back, route.send_counts, results, route.recv_counts)])
             assert self._coming_back is not None, "expect_back() comes before send_back()"
             parts = results.split(list(route.recv_counts))
-            self._mine.split(list(route.send_counts))[self._here].copy_(parts[self._here])
+            self._back.split(list(route.send_counts))[self._here].copy_(parts[self._here])
             return self._work([*self._coming_back, *self._sending, *self._send(parts, _BACK)])
 
     def _work(self, works: list[dist.Work | None]) -> Work:
@@ -135,6 +139,43 @@ class Exchange:
         """The other members, each rank beginning with another one, so that no one is everyone's first."""
         num_members = len(self._route.group)
         return ((self._here + direction * step) % num_members for step in range(1, num_members))
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a rank sends in a step, counted.
+
+    Args:
+        rank: this process's global rank.
+        group_of: gives the process group over a tuple of global ranks.
+        counts: of this kind of step.
+    """
+
+    rank: int
+    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]
+    counts: StepTraffic
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], *, maximum: bool = False) -> Work:
+        """Adds a tensor up over ranks, in place, or takes the maximum."""
+        self.counts.num_collectives += 1
+        self.counts.bytes_sent += 2 * (len(ranks) - 1) * tensor.numel() * tensor.element_size() // len(ranks)
+        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        with explained(self.rank, ranks):
+            work = dist.all_reduce(tensor, op=op, group=self.group_of(ranks), async_op=True)
+        return Work([work], self.rank, ranks)
+
+    def all_gather(self, output: Tensor, part: Tensor, ranks: tuple[int, ...]) -> Work:
+        """``output`` gets the parts of all ranks, in their order."""
+        self.counts.num_collectives += 1
+        self.counts.bytes_sent += (len(ranks) - 1) * part.numel() * part.element_size()
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with explained(self.rank, ranks):
+            gathered = gather(output, part, group=self.group_of(ranks), async_op=True)
+        return Work([gathered], self.rank, ranks)
+
+    def exchange(self, mine: Tensor, route: Route, back: Tensor | None = None) -> Exchange:
+        """Not yet begun."""
+        return Exchange(mine, route, self.rank, self.group_of(route.group), back)
 
 
 def _count(buffer: Tensor, staying: int, counts: StepTraffic) -> None:

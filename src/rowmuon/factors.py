@@ -1,24 +1,23 @@
-"""Gram row steps of whole parameters: which take them, what they keep, and what a refresh and a step do with it.
+"""Gram row steps of whole parameters: which take them, what they keep, and the step itself.
 
-Local arithmetic only. `rowmuon.gram` has the formulas, `rowmuon.runtime` sends.
+`rowmuon.gram` has the formulas; `rowmuon.renewal` says what a refresh does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rowmuon import gram
 from rowmuon.gram import GramShape, GramState
-from rowmuon.layout import STACK, Layout, local_tensor
+from rowmuon.layout import ROWS, STACK, Layout, local_tensor
 from rowmuon.plan import PlanOptions
 from rowmuon.shards import Shard
-from rowmuon.stacks import GramStack
+from rowmuon.stacks import mean_layout
 
 __all__ = [
     "GRAM_KEYS",
@@ -27,8 +26,8 @@ __all__ = [
     "gram_shape",
     "gram_state",
     "init_gram_state",
+    "place_mean",
     "prepare_gram_row_steps",
-    "renew_factors",
     "why_plain",
 ]
 
@@ -78,17 +77,65 @@ def check_gram_period(group: Mapping[str, Any], options: PlanOptions, where: str
 # ------------------------------------------------------------------------------------------------------------ state
 
 
-def init_gram_state(parameter: Tensor, shape: GramShape | None) -> dict[str, Any]:
-    """Before the first refresh: no mean yet, and the identity. Plain tensors, the same on every rank."""
+def init_gram_state(parameter: Tensor, shape: GramShape | None, layout: Layout) -> dict[str, Any]:
+    """Before the first refresh: no mean yet, and the identity.
+
+    Args:
+        parameter: whose state it is.
+        shape: of what is kept; None keeps nothing.
+        layout: of the parameter.
+
+    Returns:
+        ``gram_ema``, packed: a DTensor whose rows are split over the ranks that share the parameter, or a plain tensor
+        where nobody does. ``gram_factor``, whole on every rank. ``num_grams``.
+    """
     if shape is None:
         return {}
     device = local_tensor(parameter).device
     factor = torch.eye(shape.block, dtype=shape.factor_dtype, device=device).repeat(shape.num_blocks, 1, 1)
-    return {
-        "gram_ema": torch.zeros(shape.size, dtype=shape.dtype, device=device),
-        "gram_factor": factor,
-        "num_grams": 0,
-    }
+    start, stop = _rows_here(shape, layout)
+    rows = torch.zeros(stop - start, shape.packed_size[1], dtype=shape.dtype, device=device)
+    return {"gram_ema": _as_dtensor(rows, parameter, shape, layout), "gram_factor": factor, "num_grams": 0}
+
+
+def place_mean(mean: Tensor, parameter: Tensor, shape: GramShape, layout: Layout) -> Tensor:
+    """A copy of a mean, whole or split in whatever way, as `init_gram_state` places it.
+
+    One that is split in another way is gathered first, by all ranks.
+    """
+    gather = getattr(mean, "full_tensor", None)
+    mesh, placements = getattr(parameter, "device_mesh", None), _placements(parameter, layout)
+    if gather is not None and (mean.device_mesh, mean.placements) == (mesh, placements):  # type: ignore[attr-defined]
+        return mean.clone()
+    whole = mean if gather is None else gather()
+    start, stop = _rows_here(shape, layout)
+    rows = whole[start:stop].to(local_tensor(parameter).device, copy=True)
+    return _as_dtensor(rows, parameter, shape, layout)
+
+
+def _rows_here(shape: GramShape, layout: Layout) -> tuple[int, int]:
+    rank = 0 if layout.grid is None else torch.distributed.get_rank()
+    return mean_layout(layout, shape).box(rank).bounds[ROWS]
+
+
+def _placements(parameter: Tensor, layout: Layout) -> tuple[Any, ...] | None:
+    """Of a parameter's mean on the parameter's mesh; None: it is a plain tensor."""
+    if layout.num_shards == 1:
+        return None
+    from torch.distributed.tensor import Replicate, Shard
+
+    num_axes = parameter.device_mesh.ndim  # type: ignore[attr-defined]
+    return tuple(Shard(0) if axis in layout.shard_axes else Replicate() for axis in range(num_axes))
+
+
+def _as_dtensor(rows: Tensor, parameter: Tensor, shape: GramShape, layout: Layout) -> Tensor:
+    placements = _placements(parameter, layout)
+    if placements is None:
+        return rows
+    from torch.distributed.tensor import DTensor
+
+    size, mesh = torch.Size(shape.packed_size), parameter.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=size, stride=(size[1], 1))
 
 
 def gram_dtypes(ns_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -97,90 +144,7 @@ def gram_dtypes(ns_dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 
 
 def gram_state(state: Mapping[str, Any]) -> GramState | None:
-    return GramState(state["gram_ema"], state["gram_factor"]) if "gram_ema" in state else None
-
-
-# -------------------------------------------------------------------------------------------------------- a refresh
-
-
-class Work(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object:
-        """Until it is done."""
-
-
-def renew_factors(
-    stacks: Sequence[GramStack],
-    shards: Sequence[Shard],
-    options: PlanOptions,
-    all_reduce: Callable[..., Work],
-    phase: Callable[[str], AbstractContextManager[Any]],
-) -> None:
-    """Takes Gram matrices into their means and renews the factors: while one stack is summed, the next one is made.
-
-    Args:
-        stacks: that are summed over the same ranks.
-        shards: this rank's, by the plan's entries; every momentum has taken its gradient in.
-        all_reduce: of a tensor over ranks, in place; takes ``maximum``.
-        phase: see `rowmuon.runtime.Phase`.
-    """
-    ranks = stacks[0].ranks
-    alone = len(ranks) == 1
-    with phase("newton_schulz"):
-        largest = _largest_entries([shards[i] for stack in stacks for i in stack.members], stacks[0].dtype)
-    if not alone:
-        with phase("gather"):
-            all_reduce(largest, ranks, maximum=True).wait()
-    under_way: list[tuple[list[Shard], Tensor, Work | None]] = []
-    for stack, tops in zip(stacks, largest.split([len(stack.members) for stack in stacks]), strict=True):
-        members = [shards[i] for i in stack.members]
-        with phase("newton_schulz"):
-            total = _sum_grams(stack, members, tops)
-        under_way.append((members, total, None if alone else all_reduce(total, ranks)))
-        del total
-        while len(under_way) > (0 if alone or stack is stacks[-1] else 1):
-            members, total, work = under_way.pop(0)
-            if work is not None:
-                with phase("gather"):
-                    work.wait()
-            with phase("newton_schulz"):
-                _factorize(members, total, options)
-            del total, work
-
-
-def _largest_entries(shards: Sequence[Shard], dtype: torch.dtype) -> Tensor:
-    """(number of shards,): `rowmuon.gram.largest_entry` of each."""
-    found = [gram.largest_entry(*_momentum_and_grad(s), nesterov=s.hyper.nesterov, dtype=dtype) for s in shards]
-    return torch.stack(found)
-
-
-def _sum_grams(stack: GramStack, members: Sequence[Shard], largest: Tensor) -> Tensor:
-    """(blocks of all members, b, b): what this rank's rows add. ``largest``, of each member, is over all ranks."""
-    total = members[0].local_weight.new_zeros(stack.size, dtype=stack.dtype)
-    for shard, part, top in zip(members, total.split(stack.num_blocks), largest.unbind(), strict=True):
-        momentum, grad = _momentum_and_grad(shard)
-        h = shard.hyper
-        gram.add_gram_(part, momentum, grad, top, beta=h.beta, nesterov=h.nesterov, maximize=h.maximize)
-    return total
-
-
-def _factorize(members: Sequence[Shard], total: Tensor, options: PlanOptions) -> None:
-    """Takes the sums of all ranks into the members' means, and renews their factors. ``total`` is overwritten."""
-    states = [shard.gram for shard in members if shard.gram is not None]
-    parts = total.split(len(total) // len(states))
-    for state, part in zip(states, parts, strict=True):
-        gram.update_gram_(state.ema, part, decay=options.gram_decay)
-        part.copy_(state.ema)
-    gram.factorize_(total, options.gram_damping, torch.finfo(states[0].factor.dtype).eps)
-    for state, part in zip(states, parts, strict=True):
-        state.factor.copy_(part)
-
-
-def _momentum_and_grad(shard: Shard) -> tuple[Tensor, Tensor | None]:
-    """As (rows, columns). The momentum has taken the gradient in; without a gradient it stands for the direction."""
-    grad = None if shard.grad is None else shard.grad.flatten(0, 1)
-    return shard.momentum.flatten(0, 1), grad
+    return GramState(local_tensor(state["gram_ema"]), state["gram_factor"]) if "gram_ema" in state else None
 
 
 # --------------------------------------------------------------------------------------------------------- the step

@@ -10,7 +10,8 @@ U U^T on the other side; the Gram row step puts what the last refreshes knew of 
 
 U is what the refresh orthogonalises: momentum or Nesterov mix. With Q = I this is the row step, and like there rows
 stay whole, so a rank that holds whole rows needs no other. Of a wide matrix E and Q may be block-diagonal: each of
-``num_blocks`` equal blocks of columns has a G, E and Q of its own, all scaled by themselves.
+``num_blocks`` equal blocks of columns has a G, E and Q of its own, all scaled by themselves. Of E, which is symmetric,
+half is kept (`rowmuon.packing`), and of that a rank may hold any rows: they are averaged one by one.
 
 Q comes from products alone. With X_0 = A = E / lambda_max + damping I, odd cubics p(s) = a s + b s^3 of the square
 roots s of its eigenvalues, X_{k+1} = P_k X_k P_k with P_k = a_k I + b_k X_k, take all of them to 1, and Q is the
@@ -33,8 +34,10 @@ import torch
 from torch import Tensor
 
 from rowmuon import update
+from rowmuon.packing import packed_columns
 
 __all__ = [
+    "AT_ONCE",
     "LEAST_DAMPING",
     "GramShape",
     "GramState",
@@ -58,8 +61,11 @@ _NUM_STARTS = 4
 _ROOM = 1.3
 
 
-# Elements of E that Q is computed of at a time, or one block: this bounds what is temporary, and keeps a device busy.
-_AT_ONCE = 1 << 22
+_STARTED = 1e-30  # least diagonal entry of E once there is a mean
+
+AT_ONCE = 1 << 22
+"""Elements of E that Q is computed of at a time, or one block: this bounds what is temporary, and keeps a device busy.
+"""
 _PER_MATRIX_BYTES = 64  # traces, masks, largest entries, at most
 
 
@@ -92,24 +98,32 @@ class GramShape:
         return self.num_blocks * self.block**2
 
     @property
-    def state_bytes(self) -> int:
-        """Of E and Q."""
-        return self.numel * (self.dtype.itemsize + self.factor_dtype.itemsize)
+    def packed_size(self) -> tuple[int, int]:
+        """Of E as it is kept: the rows of one block after those of another."""
+        return self.num_blocks * self.block, packed_columns(self.block)
+
+    def state_bytes(self, num_rows: int) -> int:
+        """Of Q, and of ``num_rows`` of the rows of E."""
+        return self.numel * self.factor_dtype.itemsize + num_rows * self.packed_size[1] * self.dtype.itemsize
 
     def product_flops(self, num_rows: int) -> int:
         """FLOPs of U^T U at a refresh, and of U Q at a step, two for each multiply-add; of ``num_rows`` rows."""
         return 2 * num_rows * self.numel
 
     @property
-    def factor_flops(self) -> int:
-        """FLOPs of computing Q, as exact as its dtype is."""
+    def block_flops(self) -> int:
+        """FLOPs of computing one block of Q, as exact as its dtype is."""
         num_products = 3 * (len(_cubics(self.damping, torch.finfo(self.factor_dtype).eps)) - 1)
-        return 2 * self.numel * (num_products * self.block + (_NUM_POWERS + 1) * _NUM_STARTS)
+        return 2 * self.block**2 * (num_products * self.block + (_NUM_POWERS + 1) * _NUM_STARTS)
 
 
 @dataclass
 class GramState:
-    """E and Q of one parameter, (num_blocks, b, b) each; the same on all ranks that hold a part of it."""
+    """E and Q of one parameter.
+
+    ema: this rank's rows of E, packed: (rows, columns) of `GramShape.packed_size`.
+    factor: (num_blocks, b, b), the same on all ranks that hold a part of the parameter.
+    """
 
     ema: Tensor
     factor: Tensor
@@ -166,21 +180,24 @@ def add_gram_(
 
 
 @torch.no_grad()
-def update_gram_(ema: Tensor, total: Tensor, *, decay: float) -> None:
-    """E <- decay E + (1 - decay) total / tr(total), each block by itself; the first total is taken as it is.
+def update_gram_(ema: Tensor, total: Tensor, traces: Tensor, *, decay: float) -> None:
+    """E <- decay E + (1 - decay) total / tr(total), row by row; the first total is taken as it is.
 
     A total of zeros, or one that isn't finite, leaves E as it was. Nothing is read back to the host.
 
     Args:
-        ema: (num_blocks, b, b); all zeros where there has been no total yet. Updated.
-        total: (num_blocks, b, b), the sum over all rows; overwritten.
+        ema: (rows, columns), of E as it is packed; all zeros where there has been no total yet. Updated.
+        total: (rows, columns), the same rows of the sum over all ranks, packed; overwritten.
+        traces: (rows,), of the block that a row belongs to, in the dtype of ``ema``.
         decay: [0, 1).
     """
-    trace = _trace(total)
-    usable = trace.isfinite() & (trace > 0)
-    total.div_(trace).masked_fill_(~usable, 0.0)
-    weight = torch.where(_trace(ema) > 0, 1 - decay, trace.new_ones(()))
+    usable = (traces.isfinite() & (traces > 0))[:, None]
+    total.div_(traces[:, None]).masked_fill_(~usable, 0.0)
+    diagonal = ema[:, :1]
+    weight = torch.where(diagonal > 0, 1 - decay, traces.new_ones(()))
     ema.lerp_(total, weight * usable)
+    # A column of zeros mustn't look as if there had been no total yet. Beside a trace of 1 this is nothing.
+    diagonal.copy_(torch.where(usable, diagonal.clamp_min(_STARTED), diagonal))
 
 
 @torch.no_grad()
@@ -199,7 +216,7 @@ def factorize_(ema: Tensor, damping: float, tolerance: float = 0.0) -> Tensor:
             bf16's saves two of seven cubics.
     """
     with _full_precision(ema):
-        for part in ema.split(max(1, _AT_ONCE // ema[0].numel())):
+        for part in ema.split(max(1, AT_ONCE // ema[0].numel())):
             _factorize_(part, _cubics(damping, max(tolerance, torch.finfo(ema.dtype).eps)), damping)
     return ema
 
@@ -292,7 +309,7 @@ def gram_row_step_bytes(
 
 def factorize_bytes(num_matrices: int, block: int, dtype: torch.dtype) -> int:
     """The same of `factorize_` on (num_matrices, block, block)."""
-    num = min(num_matrices, max(1, _AT_ONCE // block**2))
+    num = min(num_matrices, max(1, AT_ONCE // block**2))
     vectors = _NUM_STARTS * block * (3 * num * dtype.itemsize + 4 * torch.int64.itemsize)
     return max(3 * num * block**2 * dtype.itemsize, vectors) + _PER_MATRIX_BYTES * num_matrices
 
@@ -311,11 +328,6 @@ def _direction_bytes(
     both = update._widest(momentum, grad)
     mixed = [] if written == momentum == grad else [both] + [both for dtype in dtypes if dtype != both]
     return update.block_bytes(num_rows, num_cols, scratch + mixed + [grad] * maximize, device_type)
-
-
-def _trace(matrices: Tensor) -> Tensor:
-    """(num, b, b) -> (num, 1, 1)."""
-    return matrices.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
 
 
 def _largest_eigenvalue(G: Tensor) -> Tensor:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rowmuon import gram
 from rowmuon.buckets import Bucket, Piece, Route, lies_in_order, needs_exchange, travels
-from rowmuon.gram import factorize_bytes
-from rowmuon.stacks import GramStack, by_ranks
+from rowmuon.layout import ROWS
+from rowmuon.packing import unpack_bytes
+from rowmuon.stacks import FactorRound, GramStack, Renewal
 
 if TYPE_CHECKING:
     from rowmuon.plan import Entry, StepPlan, Workspace
@@ -77,8 +79,8 @@ class _Account:
             self._orthogonalize(flight)
             returning.append(flight)
             self._land(returning, num_kept=i + 1 - applied[i + 1])
-        for stacks in by_ranks(self.plan.gram_stacks(self.rank)):
-            self._renew_factors(stacks)
+        for renewal in self.plan.renewals:
+            _Renewing(self, renewal).run()
         assert self.now == 0
         return self.peak
 
@@ -116,21 +118,6 @@ class _Account:
         entry = self.plan.entries[index]
         assert entry.gram is not None
         return _workspace(entry).gram_rows(*entry.layout.box(self.rank).shape[1:], entry.gram.factor_dtype)
-
-    def _renew_factors(self, stacks: Sequence[GramStack]) -> None:
-        """`rowmuon.factors.renew_factors`."""
-        alone = len(stacks[0].ranks) == 1
-        under_way: list[GramStack] = []
-        for stack in stacks:
-            self.make(stack.num_bytes)
-            for index in stack.members:
-                entry = self.plan.entries[index]
-                self.use([_workspace(entry).gram(*entry.layout.box(self.rank).shape[1:], stack.dtype)])
-            under_way.append(stack)
-            while len(under_way) > (0 if alone or stack is stacks[-1] else 1):
-                done = under_way.pop(0)
-                self.use([factorize_bytes(*done.size[:2], done.dtype)])
-                self.drop(done.num_bytes)
 
     # --------------------------------------------------------------------------------------------- the pipeline
 
@@ -241,6 +228,107 @@ class _Account:
             self.use([workspace.part(*shape, bucket.comm_dtype, received)])
             if ahead:
                 self.use([workspace.part_ahead(*shape, bucket.comm_dtype)])
+
+
+class _Renewing:
+    """`rowmuon.renewal`."""
+
+    def __init__(self, account: _Account, renewal: Renewal) -> None:
+        self.account, self.renewal, self.rank = account, renewal, account.rank
+
+    def run(self) -> None:
+        self._update_means()
+        if self.renewal.is_local:
+            for part in self.renewal.rounds:
+                self._factorize_here(part)
+        else:
+            self._renew()
+
+    def _update_means(self) -> None:
+        account, stacks, plan = self.account, self.renewal.stacks, self.account.plan
+        largest = account.make(2 * len(self.renewal.members) * self.renewal.dtype.itemsize)  # and a copy of it
+        under_way: list[tuple[GramStack, int]] = []
+        for stack in stacks:
+            total = account.make(stack.num_bytes)
+            for index in stack.members:
+                entry = plan.entries[index]
+                account.use([_workspace(entry).gram(*entry.layout.box(self.rank).shape[1:], stack.dtype)])
+            held = account.make(stack.layout.shape[0] * stack.row_numel * stack.comm_dtype.itemsize)
+            account.drop(total)
+            held += account.make(stack.size[0] * stack.dtype.itemsize)  # traces
+            if not self.renewal.is_local:
+                received = sum(stack.route(self.rank).recv_counts) * stack.comm_dtype.itemsize
+                account.use([received + (0 if stack.is_in_order else held)])
+                held += account.make(received)
+            under_way.append((stack, held))
+            while len(under_way) > (0 if self.renewal.is_local or stack is stacks[-1] else 1):
+                self._take_rows(*under_way.pop(0))
+        account.drop(largest)
+
+    def _take_rows(self, stack: GramStack, held: int) -> None:
+        start, stop = stack.layout.box(self.rank).bounds[ROWS]
+        numel = 0 if self.renewal.is_local else (stop - start) * stack.row_numel
+        # the traces of all rows; for those held here masks, weights and new diagonals
+        few = stack.layout.shape[0] * len(stack.members) + 4 * (stop - start)
+        self.account.use([(numel + few) * stack.dtype.itemsize])
+        self.account.drop(held)
+
+    def _factorize_here(self, part: FactorRound) -> None:
+        bucket = part.there
+        num, several = len(bucket.matrices), len(bucket.layouts) > 1
+        means = self.account.make(num * bucket.matrix_numel * bucket.dtype.itemsize) if several else 0
+        self._whole(part, num)
+        self.account.drop(means)
+
+    def _whole(self, part: FactorRound, num: int) -> None:
+        """The factors of packed means, beside those."""
+        bucket = part.there
+        block, dtype = bucket.num_rows, bucket.dtype
+        whole = num * block * block * dtype.itemsize
+        self.account.use(
+            [whole + max(unpack_bytes(num, block, dtype, gram.AT_ONCE), gram.factorize_bytes(num, block, dtype))]
+        )
+
+    def _renew(self) -> None:
+        account, rounds = self.account, self.renewal.rounds
+        going_around: list[tuple[Bucket, int]] = []
+        self._send_means(rounds[0])
+        for i, part in enumerate(rounds):
+            route = part.there.route(self.rank)
+            numel, sent = len(route.owned) * part.there.matrix_numel, sum(route.send_counts)
+            size, result_size = part.there.comm_dtype.itemsize, part.back.comm_dtype.itemsize
+            in_order = lies_in_order(part.there, route)
+            account.use([0 if in_order else numel * size])  # then what was received is dropped, which is as large
+            if i + 1 < len(rounds):
+                self._send_means(rounds[i + 1])
+            account.make(numel * result_size)
+            if route.owned:
+                self._whole(part, len(route.owned))
+            account.drop(numel * size)
+            self._take_factors(going_around, num_kept=0)
+            account.use([0 if in_order else numel * result_size])
+            account.drop(numel * result_size + sent * size)
+            for bucket in part.gathers:
+                count = bucket.route(self.rank).send_counts[0] * (1 + bucket.layout.num_shards)
+                going_around.append((bucket, account.make(count * result_size)))
+                self._take_factors(going_around, num_kept=1)
+            account.drop(sent * result_size)
+        self._take_factors(going_around, num_kept=0)
+
+    def _send_means(self, part: FactorRound) -> None:
+        route = part.there.route(self.rank)
+        sent, received = sum(route.send_counts), sum(route.recv_counts)
+        self.account.make((sent + received) * part.there.comm_dtype.itemsize + sent * part.back.comm_dtype.itemsize)
+
+    def _take_factors(self, going_around: list[tuple[Bucket, int]], num_kept: int) -> None:
+        while len(going_around) > num_kept:
+            bucket, held = going_around.pop(0)
+            stack = len(bucket.matrices) * bucket.matrix_numel * bucket.comm_dtype.itemsize
+            most = max(layout.num_matrices for layout in bucket.layouts.values())
+            unpacking = unpack_bytes(most, bucket.num_rows, bucket.comm_dtype, gram.AT_ONCE)
+            in_order = lies_in_order(bucket, bucket.route(self.rank))
+            self.account.use([(0 if in_order else stack) + unpacking])
+            self.account.drop(held)
 
 
 def _workspace(entry: Entry) -> Workspace:

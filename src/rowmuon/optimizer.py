@@ -192,7 +192,7 @@ class PeriodicRowMuon(Copies):
             raise
         self._layouts.update(layouts)
         for parameter in group["params"]:
-            self.state[parameter] = init_state(parameter, group, self.state_dtype, self._gram_shape(parameter))
+            self.state[parameter] = init_state(parameter, group, self)
         if self._is_set_up:  # in the constructor all process groups are made in one go, at its end
             self._set_up()
 

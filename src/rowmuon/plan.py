@@ -22,7 +22,7 @@ from rowmuon.layout import Layout
 from rowmuon.memory import peak_bytes
 from rowmuon.owners import assign_owners, cut_into_buckets, sharing_pays
 from rowmuon.schedule import Schedule, make_schedule
-from rowmuon.stacks import GramStack, gram_bytes, gram_flops, gram_stacks
+from rowmuon.stacks import Renewal, gram_bytes, gram_flops, make_renewals, mean_layout
 from rowmuon.symmetric import Kernels
 
 __all__ = ["CheapStep", "Entry", "PlanOptions", "StepPlan", "build_plan", "explain_difference", "plan_hash"]
@@ -182,14 +182,18 @@ class StepPlan:
         rows = set(self.rows)
         return tuple(i for i, entry in enumerate(self.entries) if entry.gram is not None and i not in rows)
 
-    def gram_stacks(self, rank: int) -> list[GramStack]:
-        """What sums and factorises the Gram matrices of the entries in ``renewed``."""
-        return gram_stacks(self, rank)
+    @cached_property
+    def renewals(self) -> tuple[Renewal, ...]:
+        """What renews the Gram factors of the entries in ``renewed``, in the order in which all ranks do it."""
+        return tuple(make_renewals(self.entries, self.renewed, self.options))
 
-    @property
-    def gram_state_bytes(self) -> int:
-        """Of what Gram row steps keep on every rank, beside the momentum."""
-        return sum(entry.gram.state_bytes for entry in self.entries if entry.gram is not None)
+    def gram_state_bytes(self, rank: int) -> int:
+        """Of what Gram row steps keep on a rank, beside the momentum: the factors, and its rows of the means."""
+        total = 0
+        for entry in self.entries:
+            if entry.gram is not None:
+                total += entry.gram.state_bytes(mean_layout(entry.layout, entry.gram).box(rank).shape[1])
+        return total
 
     @cached_property
     def ahead(self) -> tuple[int, ...]:
@@ -244,7 +248,7 @@ class StepPlan:
             yield 2 * (len(split.ranks) - 1) * num_rows * split.dtype.itemsize // len(split.ranks)
         for bucket in self.buckets:
             yield from _bucket_bytes(bucket, rank)
-        yield from gram_bytes(self.gram_stacks(rank))
+        yield from gram_bytes(self, rank)
 
 
 def _bucket_bytes(bucket: Bucket, rank: int) -> Iterator[int]:

@@ -52,10 +52,11 @@ def describe(optimizer: PeriodicRowMuon) -> str:
     # Staggered, all refresh together in the first step of each entry of the period alone.
     whole = "refresh of all" if optimizer.stagger else "refresh"
     parts.append("\n".join(_cost(kind, plan, rank) for kind, plan in ((whole, refresh), ("row step", row))))
-    if row.gram_state_bytes:
+    if row.gram_state_bytes(rank):
+        num = sum(part.owned(rank) for renewal in refresh.renewals for part in renewal.rounds)
         parts.append(
-            f"Gram row steps keep {row.gram_state_bytes:,} bytes of state on every rank, beside the momentum; every "
-            "rank computes all factors of what it holds a part of"
+            f"Gram row steps keep {row.gram_state_bytes(rank):,} bytes of state on rank {rank}, beside the momentum; a "
+            f"refresh computes {num} of their factors there"
         )
     return "\n\n".join(parts)
 

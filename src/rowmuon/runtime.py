@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmuon.buckets import Bucket, Piece, Route, needs_exchange, travels
-from rowmuon.exchange import Exchange, Work, explained
-from rowmuon.factors import prepare_gram_row_steps, renew_factors
+from rowmuon.exchange import Exchange, Messages, Work, explained
+from rowmuon.factors import prepare_gram_row_steps
 from rowmuon.orthogonalize import newton_schulz, prepare_newton_schulz
 from rowmuon.plan import StepPlan
+from rowmuon.renewal import renew_factors
 from rowmuon.shards import (
     Shard,
     apply_part,
@@ -34,7 +34,6 @@ from rowmuon.shards import (
     with_gradients,
     write_part,
 )
-from rowmuon.stacks import by_ranks
 from rowmuon.traffic import StepTraffic
 
 __all__ = ["Flight", "Phase", "Runtime", "add_over", "all_finite"]
@@ -166,8 +165,8 @@ class Runtime:
             returning.append(flight)
             with phase("gather"):
                 self._land(returning, shards, counts, num_kept=i + 1 - applied[i + 1])
-        for stacks in by_ranks(plan.gram_stacks(self.rank)):
-            renew_factors(stacks, shards, plan.options, partial(self._all_reduce, counts=counts), phase)
+        for renewal in plan.renewals:
+            renew_factors(renewal, shards, plan.options, self._messages(counts), phase)
 
     def _land(self, returning: list[Flight], shards: Sequence[Shard], counts: StepTraffic, num_kept: int) -> None:
         """Applies what has come home, but leaves the youngest flights under way while the next bucket is computed."""
@@ -195,7 +194,7 @@ class Runtime:
             sizes = [part.numel() for part in parts]
             total = torch.cat(parts)
             del parts
-            work = self._all_reduce(total, ranks, counts)
+            work = self._messages(counts).all_reduce(total, ranks)
 
             def finish(
                 members: tuple[int, ...] = members,
@@ -248,7 +247,7 @@ class Runtime:
             flight.received = self._empty(numel * len(route.group), bucket, shards)
         elif needs_exchange(bucket):
             flight.received = self._empty(sum(route.recv_counts), bucket, shards)
-            flight.exchange = self._exchange(flight.packed[:numel], route)
+            flight.exchange = Exchange(flight.packed[:numel], route, self.rank, self.group_of(route.group))
             flight.exchange.expect(flight.received, comes_back=comes_back)
         return flight
 
@@ -261,7 +260,7 @@ class Runtime:
             flight.home = packed
             flight.work = flight.exchange.send_out(counts)
         elif flight.received is not None:
-            flight.work = self._all_gather(flight.received, packed, flight.route.group, counts)
+            flight.work = self._messages(counts).all_gather(flight.received, packed, flight.route.group)
             flight.buffers.append(packed)
         else:
             flight.received = packed
@@ -318,7 +317,7 @@ class Runtime:
         share, replicas = flight.route.shares[index], flight.route.replicas
         flight.received = flight.home.new_empty(share.count * len(replicas))
         part = flight.home[share.start : share.start + share.count]
-        flight.work = self._all_gather(flight.received, part, replicas, counts)
+        flight.work = self._messages(counts).all_gather(flight.received, part, replicas)
         flight.buffers.append(part)
 
     def _apply(self, flight: Flight, shards: Sequence[Shard], counts: StepTraffic) -> None:
@@ -346,24 +345,8 @@ class Runtime:
 
     # ---------------------------------------------------------------------------------------------- collectives
 
-    def _all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], counts: StepTraffic, maximum: bool = False) -> Work:
-        counts.num_collectives += 1
-        counts.bytes_sent += 2 * (len(ranks) - 1) * tensor.numel() * tensor.element_size() // len(ranks)
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with explained(self.rank, ranks):
-            work = dist.all_reduce(tensor, op=op, group=self.group_of(ranks), async_op=True)
-        return Work([work], self.rank, ranks)
-
-    def _all_gather(self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic) -> Work:
-        counts.num_collectives += 1
-        counts.bytes_sent += (len(ranks) - 1) * part.numel() * part.element_size()
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        with explained(self.rank, ranks):
-            gathered = gather(output, part, group=self.group_of(ranks), async_op=True)
-        return Work([gathered], self.rank, ranks)
-
-    def _exchange(self, mine: Tensor, route: Route) -> Exchange:
-        return Exchange(mine, route, self.rank, self.group_of(route.group))
+    def _messages(self, counts: StepTraffic) -> Messages:
+        return Messages(self.rank, self.group_of, counts)
 
     def numbers_of_all(
         self, stages: Sequence[tuple[int, ...]], numbers: Sequence[int], device: torch.device | str

@@ -233,7 +233,7 @@ def assemble(bucket: Bucket, route: Route, received: Tensor) -> Tensor:
 
 
 def disassemble(bucket: Bucket, route: Route, stack: Tensor) -> Tensor:
-    """The inverse of `assemble`, into a buffer in the dtype of communication."""
+    """The inverse of `assemble`, into a buffer in the bucket's dtype of communication."""
     if lies_in_order(bucket, route) and sum(route.recv_counts) == stack.numel():
         return stack.to(bucket.comm_dtype).flatten()
     send = stack.new_empty(sum(route.recv_counts), dtype=bucket.comm_dtype)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from rowmuon import adamw
-from rowmuon.factors import GRAM_KEYS, check_gram_period, gram_dtypes, init_gram_state
-from rowmuon.gram import GramShape
+from rowmuon.factors import GRAM_KEYS, check_gram_period, gram_dtypes, init_gram_state, place_mean
 from rowmuon.groups import check_hyper, flops_per_matrix
 from rowmuon.layout import local_tensor
 from rowmuon.period import assign_phases, check_period
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["adapt_state_dict", "finish_loading", "init_state", "stagger_phases"]
 
 
-def init_state(
-    parameter: Tensor, group: Mapping[str, Any], state_dtype: torch.dtype | None, gram: GramShape | None = None
-) -> dict[str, Any]:
+def init_state(parameter: Tensor, group: Mapping[str, Any], optimizer: PeriodicRowMuon) -> dict[str, Any]:
     """The state of a parameter before its first step: the same keys on every rank, placed like the parameter.
 
-    What Gram row steps keep, of ``gram``'s shape, is whole on every rank.
+    Of what Gram row steps keep, the factor is whole on every rank.
     """
     if group["algorithm"] == "adamw":
         return adamw.init_state(parameter, group)
-    momentum = torch.zeros_like(parameter, dtype=state_dtype, memory_format=torch.preserve_format, requires_grad=False)
-    return {"momentum_buffer": momentum, "step": 0, "phase": 0, **init_gram_state(parameter, gram)}
+    dtype, like = optimizer.state_dtype, torch.preserve_format
+    momentum = torch.zeros_like(parameter, dtype=dtype, memory_format=like, requires_grad=False)
+    kept = init_gram_state(parameter, optimizer._gram_shape(parameter), optimizer._layouts[parameter])
+    return {"momentum_buffer": momentum, "step": 0, "phase": 0, **kept}
 
 
 def stagger_phases(optimizer: PeriodicRowMuon, keep: bool = False) -> None:
@@ -89,10 +88,9 @@ def adapt_state_dict(state_dict: dict[str, Any], optimizer: PeriodicRowMuon) -> 
             if key != "params":
                 saved.setdefault(key, value)
         for index, parameter, name in zip(saved["params"], group["params"], names, strict=True):
-            gram = optimizer._gram_shape(parameter)
-            entry = saved_state.get(index) or init_state(parameter, group, optimizer.state_dtype)
+            entry = saved_state.get(index) or init_state(parameter, group, optimizer)
             translate = _adamw_entry if group["algorithm"] == "adamw" else _muon_entry
-            saved_state[index] = _with_gram(translate(entry, saved, mu), parameter, gram)
+            saved_state[index] = _with_gram(translate(entry, saved, mu), parameter, optimizer)
             problems += _state_problems(saved_state[index], parameter, group, name)
     if problems:
         raise ValueError("the state dict doesn't fit: " + "; ".join(problems))
@@ -101,7 +99,7 @@ def adapt_state_dict(state_dict: dict[str, Any], optimizer: PeriodicRowMuon) -> 
         check_gram_period(saved, optimizer.options, "the state dict")
     for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
         for index, parameter in zip(saved["params"], group["params"], strict=True):
-            saved_state[index] = _copied(saved_state[index], parameter)
+            saved_state[index] = _copied(saved_state[index], parameter, optimizer)
     return {**state_dict, "param_groups": saved_groups, "state": saved_state}
 
 
@@ -124,16 +122,18 @@ def finish_loading(optimizer: PeriodicRowMuon) -> None:
                 state["phase"] = 0
 
 
-def _with_gram(entry: dict[str, Any], parameter: Tensor, gram: GramShape | None) -> dict[str, Any]:
+def _with_gram(entry: dict[str, Any], parameter: Tensor, optimizer: PeriodicRowMuon) -> dict[str, Any]:
     """What Gram row steps keep: dropped where this optimizer takes none, new where it isn't there or of another shape.
 
     The next step is a refresh where it is new.
     """
     kept = {key: entry.pop(key) for key in GRAM_KEYS if key in entry}
-    if gram is None:
+    shape = optimizer._gram_shape(parameter)
+    if shape is None:
         return entry
-    fits = len(kept) == len(GRAM_KEYS) and all(tuple(kept[key].shape) == gram.size for key in GRAM_KEYS[:2])
-    return {**entry, **(kept if fits else init_gram_state(parameter, gram))}
+    sizes = dict(zip(GRAM_KEYS, (shape.packed_size, shape.size), strict=False))
+    fits = len(kept) == len(GRAM_KEYS) and all(tuple(kept[key].shape) == size for key, size in sizes.items())
+    return {**entry, **(kept if fits else init_gram_state(parameter, shape, optimizer._layouts[parameter]))}
 
 
 def _finish_gram(state: dict[str, Any], ns_dtype: torch.dtype) -> None:
@@ -160,13 +160,18 @@ def _adamw_entry(entry: dict[str, Any], saved: Mapping[str, Any], mu: float) -> 
     return out
 
 
-def _copied(entry: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _copied(entry: dict[str, Any], parameter: Tensor, optimizer: PeriodicRowMuon) -> dict[str, Any]:
     """The caller's tensors stay the caller's; the momentum keeps its dtype."""
     out = {}
+    shape = optimizer._gram_shape(parameter)
     for key, value in entry.items():
         if isinstance(value, Tensor):
-            whole = getattr(value, "full_tensor", value.clone)
-            value = whole() if key in ("step", *GRAM_KEYS) else _placed_like(value, parameter)
+            if key == "gram_ema" and shape is not None:
+                value = place_mean(value, parameter, shape, optimizer._layouts[parameter])
+            elif key in ("step", *GRAM_KEYS):
+                value = getattr(value, "full_tensor", value.clone)()
+            else:
+                value = _placed_like(value, parameter)
         out[key] = value
     for key in ("momentum_buffer", *GRAM_KEYS[:2]):
         if key in out:

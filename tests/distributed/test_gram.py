@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,21 +20,24 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, Shard
 
 from ranks.checks import assert_same_bits_on_replicas, counted_step, relative
 from ranks.expected import expected_weights
-from ranks.models import EVERY_SHAPE, build, give_gradients, optimizer_on, start
+from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, optimizer_on, start
 from ranks.placing import full_of, parse
-from rowmuon import gram
+from rowmuon import gram, stacks
 
 GRAM = {"cheap_step": "gram_row"}
 NUM_STEPS = 5  # refresh, cheap, cheap, refresh, cheap
 LAYOUTS = {
     1: ("1:plain", "1:S0"),
     2: ("2:R", "2:S0", "2:S1"),
-    4: ("4:plain", "4:S0", "2x2:R,S0", "2x2:S0,R", "2x2:X0,S0", "2x2:S0,S1"),
+    3: ("3:S0",),
+    4: ("4:plain", "4:S0", "2x2:R,S0", "2x2:S0,R", "2x2:S0,S0", "2x2:X0,S0", "2x2:S0,S1"),
+    8: ("8:S0", "2x4:R,S0", "2x2x2:R,X0,S0"),
 }
-QUICK = ("1:S0", "2:S0", "2:S1", "4:S0", "2x2:R,S0")
+QUICK = ("1:S0", "2:S0", "2:S1", "3:S0", "4:S0", "2x2:R,S0")
 GRID = [
     pytest.param(world_size, layout, marks=() if layout in QUICK else pytest.mark.slow)
     for world_size, layouts in LAYOUTS.items()
@@ -87,13 +91,22 @@ def run_grid(layout: str, dtype: torch.dtype, settings: dict[str, Any]) -> None:
 
 
 def assert_factors_are_alike(optimizer: Any) -> None:
-    """The same bits on all ranks that hold a part, or a run would drift apart."""
-    kept = [s[key] for s in optimizer.state.values() for key in ("gram_ema", "gram_factor") if key in s]
-    if dist.get_world_size() > 1 and kept:
-        mine = torch.cat([value.double().flatten() for value in kept])
-        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, mine)
-        assert all(torch.equal(mine, other) for other in others)
+    """The same bits on all ranks that hold a part, or a run would drift apart; and means in as many parts as ranks."""
+    kept = [s for s in optimizer.state.values() if "gram_factor" in s]
+    if dist.get_world_size() == 1 or not kept:
+        return
+    for state in kept:
+        mean, momentum = state["gram_ema"], state["momentum_buffer"]
+        axes = [axis for axis, split in enumerate(getattr(momentum, "placements", ())) if not split.is_replicate()]
+        assert [a for a, split in enumerate(getattr(mean, "placements", ())) if split == Shard(0)] == axes
+        if isinstance(mean, DTensor):
+            parts = math.prod(mean.device_mesh.shape[axis] for axis in axes)
+            assert mean.to_local().shape[0] <= -(-mean.shape[0] // parts)
+    assert_same_bits_on_replicas({str(i): s["gram_ema"] for i, s in enumerate(kept)})
+    mine = torch.cat([s["gram_factor"].double().flatten() for s in kept])
+    others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, mine)
+    assert all(torch.equal(mine, other) for other in others)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), GRID)
@@ -135,6 +148,43 @@ def check_settings(layout: str, settings: dict[str, Any]) -> None:
 def test_bf16_and_a_rank_without_gradients(ranks, world_size):
     ranks(world_size).run(run_grid, "2:S0", torch.bfloat16, {})
     ranks(world_size).run(run_without_gradients, "2:S0")
+
+
+@contextmanager
+def rounding_at_any_width() -> Iterator[None]:
+    before, stacks.LEAST_ROUNDED_COLUMNS = stacks.LEAST_ROUNDED_COLUMNS, 1
+    try:
+        yield
+    finally:
+        stacks.LEAST_ROUNDED_COLUMNS = before
+
+
+WIDE = (Spec("wide", (512, 512)), Spec("narrow", (24, 16)), Spec("three", (3 * 8, 520), chunks=3))
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_gram_matrices_are_sent_in_bf16_where_that_does_no_harm(ranks, world_size):
+    ranks(world_size).run(run_rounded, "2:S0")
+
+
+def run_rounded(layout: str) -> None:
+    """Of wide ones. What is sent of narrow ones isn't rounded; where it is, it is sent as planned too."""
+    for context, allowed in ((nullcontext(), TOLERANCE[torch.bfloat16]), (rounding_at_any_width(), None)):
+        with context:
+            found, right = build(WIDE, layout), build(WIDE, "1:alone")
+            how = {"ns_dtype": torch.float32, "comm_dtype": torch.bfloat16, "state_dtype": torch.float32, **GRAM}
+            here, there = optimizer_on(found, WIDE, layout, **how), optimizer_on(right, WIDE, **how)
+            sent = {stack.block: stack.comm_dtype for r in here.plan("refresh").renewals for stack in r.stacks}
+            assert sent[512] == torch.bfloat16 and (sent[16] == torch.float32) == (allowed is not None)
+            for step in range(2):
+                before, right_before = full_of(found), full_of(right)
+                give_gradients(found, WIDE, step)
+                give_gradients(right, WIDE, step)
+                counted_step(here)
+                there.step()
+            for name, value in full_of(found).items():
+                error = relative(value.double() - before[name], right[name].detach().double() - right_before[name])
+                assert allowed is None or error < allowed, f"{name}: off by {error:.2g}"
 
 
 def run_without_gradients(layout: str) -> None:

@@ -73,12 +73,22 @@ def counted_step(optimizer: rowmuon.PeriodicRowMuon, num_left_out: int = 0, *, w
 
 def messages_of_exchanges(plan: StepPlan, rank: int) -> list[list[int]]:
     """Bytes of each message that this rank sends in each exchange, where they go one by one (gloo)."""
-    found = []
+    ways = []
     for bucket in filter(needs_exchange, plan.buckets):
         route = bucket.route(rank)
-        for counts in (route.send_counts, route.recv_counts):
-            others = (count for peer, count in zip(route.group, counts, strict=True) if peer != rank and count)
-            found.append([count * bucket.comm_dtype.itemsize for count in others])
+        ways += [(route, counts, bucket.comm_dtype) for counts in (route.send_counts, route.recv_counts)]
+    for renewal in plan.renewals:
+        if renewal.is_local:
+            continue
+        ways += [(stack.route(rank), stack.route(rank).send_counts, stack.comm_dtype) for stack in renewal.stacks]
+        for part in renewal.rounds:
+            route = part.there.route(rank)
+            ways.append((route, route.send_counts, part.there.comm_dtype))
+            ways.append((route, route.recv_counts, part.back.comm_dtype))
+    found = []
+    for route, counts, dtype in ways:
+        others = (count for peer, count in zip(route.group, counts, strict=True) if peer != rank and count)
+        found.append([count * dtype.itemsize for count in others])
     return found
 
 

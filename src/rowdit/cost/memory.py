@@ -75,6 +75,7 @@ def sharded_bytes(parameters: Iterable[Routed], mesh: RankMesh, num_averages: in
     trained = [p for p in known if p.algorithm != "frozen"]
     gradients = sum(4 * mesh.numel(p.shape) for p in trained)
     optimizer = sum(p.state_bytes * mesh.numel(p.shape) + p.whole_bytes for p in trained)
+    optimizer += sum(p.mean_bytes * mesh.numel(p.mean_shape) for p in trained)
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "ema": num_averages * gradients}
 
 

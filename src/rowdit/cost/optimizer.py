@@ -52,7 +52,8 @@ class Routed:
     """A parameter and what the optimizer makes of it.
 
     state_bytes: for each element, in the optimizer's state.
-    whole_bytes: beside that, on every rank (what Gram row steps keep).
+    whole_bytes: beside that, on every rank (factors of Gram row steps).
+    mean_shape, mean_bytes: of what is split by rows beside that (means of Gram matrices), and bytes of an element.
     """
 
     name: str
@@ -61,6 +62,8 @@ class Routed:
     chunks: int
     state_bytes: int
     whole_bytes: int = 0
+    mean_shape: tuple[int, ...] = (0,)
+    mean_bytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -142,8 +145,11 @@ def _routed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sequence[Rout
         state = optimizer.state.get(parameter, {})
         momentum = state.get("momentum_buffer", parameter)
         size = momentum.dtype.itemsize if algorithm == "muon" else 2 * parameter.dtype.itemsize
-        whole = sum(state[key].nbytes for key in ("gram_ema", "gram_factor") if key in state)
-        routed.append(Routed(name, tuple(parameter.shape), algorithm, group.get("chunks", 1), size, whole))
+        kept: tuple[Any, ...] = ()
+        if "gram_ema" in state:
+            mean = state["gram_ema"]
+            kept = (state["gram_factor"].nbytes, tuple(mean.shape), mean.dtype.itemsize)
+        routed.append(Routed(name, tuple(parameter.shape), algorithm, group.get("chunks", 1), size, *kept))
     return routed
 
 

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rowdit.cost.collectives import Members, ring_seconds
+from rowdit.cost.collectives import Members, all_to_all_latency, all_to_all_pace, ring_seconds
 from rowdit.cost.estimate import Estimate
 from rowdit.cost.hardware import Cluster, Link
 from rowdit.cost.mesh import RankMesh
 from rowdit.cost.pipeline import OptimizerTime, refresh_time
+from rowdit.cost.traffic import gathered_bytes, most_moved, owned_counts
 from rowdit.models.parallel import DTYPES
+from rowmuon.buckets import Bucket
 from rowmuon.plan import StepPlan
-from rowmuon.stacks import gram_bytes, gram_flops
+from rowmuon.stacks import Renewal
 
 _ROW_BYTES = 5 * 4  # read gradient, momentum, weights; write momentum and weights: memory is passed over once
 _ADAMW_BYTES = 7 * 4  # read gradient, two moments, weights; write all but the gradient
@@ -152,14 +154,44 @@ def _groups(mesh: RankMesh, cluster: Cluster) -> tuple[Members, Members]:
 
 
 def _with_gram(time: OptimizerTime, plan: StepPlan, mesh: RankMesh, cluster: Cluster) -> OptimizerTime:
-    """And what Gram row steps take: a refresh's products in float32 and its sums, which nothing is taken to hide."""
+    """And what Gram row steps take: a refresh's products in float32 and its messages, which nothing is taken to hide.
+
+    A round of factors takes as long as the rank with most of them; Gram matrices as long as rank 0, which has as many
+    rows as any.
+    """
     if not plan.renewed and not plan.gram_rows:
         return time
     peak = cluster.float32_flops * cluster.matmul if plan.renewed else cluster.matmul_speed
-    products = gram_flops(plan, 0) / (peak * cluster.newton_schulz)  # rank 0 has as many rows as any
+    work = 0
+    for entry in (plan.entries[index] for index in (*plan.renewed, *plan.gram_rows)):
+        assert entry.gram is not None
+        work += entry.gram.product_flops(entry.layout.box(0).shape[1])
     shards, _ = _groups(mesh, cluster)
-    sums = sum(ring_seconds(sent, shards, cluster) for sent in gram_bytes(plan.gram_stacks(0)))
-    return OptimizerTime(time.memory, time.products + products, time.exposed + sums, time.traffic + sums)
+    seconds = 0.0
+    for renewal in plan.renewals:
+        work += sum(_most_owned(part.there) * part.there.num_flops for part in renewal.rounds)
+        if not renewal.is_local:
+            seconds += _renewal_seconds(renewal, shards, cluster)
+    products = work / (peak * cluster.newton_schulz)
+    return OptimizerTime(time.memory, time.products + products, time.exposed + seconds, time.traffic + seconds)
+
+
+def _most_owned(bucket: Bucket) -> int:
+    return len(bucket.matrices) if bucket.kind == "local" else max(owned_counts(bucket))
+
+
+def _renewal_seconds(renewal: Renewal, shards: Members, cluster: Cluster) -> float:
+    """Of all messages, one after another."""
+    latency, pace = all_to_all_latency(shards, cluster), all_to_all_pace(shards, cluster)
+    seconds = 2 * ring_seconds(renewal.scale_bytes / 2, shards, cluster)
+    for stack in renewal.stacks:
+        sums, traces = stack.bytes_sent(0)
+        seconds += latency + pace * sums + 2 * ring_seconds(traces / 2, shards, cluster)
+    for part in renewal.rounds:
+        moved = most_moved(part.there)
+        seconds += 2 * latency + pace * moved * (part.there.comm_dtype.itemsize + part.back.comm_dtype.itemsize)
+        seconds += sum(ring_seconds(gathered_bytes(bucket), shards, cluster) for bucket in part.gathers)
+    return seconds
 
 
 # ---------------------------------------------------------------------------------------------------------------------

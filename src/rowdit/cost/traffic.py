@@ -15,7 +15,7 @@ from rowmuon.buckets import Bucket, needs_exchange
 from rowmuon.layout import Layout
 from rowmuon.members import Held, runs_of
 from rowmuon.plan import StepPlan
-from rowmuon.stacks import gram_bytes
+from rowmuon.stacks import Renewal
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ def bytes_sent(plan: StepPlan) -> list[int]:
         elif bucket.kind == "exchange":
             for position, sent in enumerate(_exchange_bytes(bucket)):
                 total[position] += sent
-    summed = sum(gram_bytes(plan.gram_stacks(grid.ranks[0])))  # groups of one size: the same on all ranks
-    return [sent + summed for sent in total]
+    for renewal in plan.renewals:
+        for position, sent in enumerate(_renewal_bytes(renewal)):
+            total[position] += sent
+    return total
 
 
 def flops(plan: StepPlan) -> list[int]:
@@ -59,23 +61,42 @@ def flops(plan: StepPlan) -> list[int]:
     for bucket in plan.buckets:
         for position, count in enumerate(owned_counts(bucket)):
             total[position] += count * bucket.num_flops
-    for layout, (factors, per_row) in _gram_work(plan).items():
+    for layout, per_row in _gram_products(plan).items():
         for position, rank in enumerate(grid.ranks):
-            total[position] += factors + per_row * layout.box(rank).shape[1]
+            total[position] += per_row * layout.box(rank).shape[1]
+    for renewal in plan.renewals:
+        for part in renewal.rounds:
+            for position, count in enumerate(owned_counts(part.there)):
+                total[position] += count * part.there.num_flops
     return total
 
 
-def _gram_work(plan: StepPlan) -> dict[Layout, tuple[int, int]]:
-    """By layout: FLOPs of factors, on every rank, and of products for each row that a rank holds."""
-    work: dict[Layout, tuple[int, int]] = {}
-    renewed = set(plan.renewed)
+def _gram_products(plan: StepPlan) -> dict[Layout, int]:
+    """By layout: FLOPs for each row that a rank holds."""
+    work: dict[Layout, int] = {}
     for index in (*plan.renewed, *plan.gram_rows):
         entry = plan.entries[index]
         assert entry.gram is not None
-        factors, per_row = work.get(entry.layout, (0, 0))
-        factors += entry.gram.factor_flops if index in renewed else 0
-        work[entry.layout] = factors, per_row + entry.gram.product_flops(1)
+        work[entry.layout] = work.get(entry.layout, 0) + entry.gram.product_flops(1)
     return work
+
+
+def _renewal_bytes(renewal: Renewal) -> list[int]:
+    """`Renewal.collective_bytes` of every rank, in the mesh's order, added up."""
+    layout = renewal.stacks[0].layout
+    assert layout.grid is not None
+    ranks = layout.grid.ranks
+    if renewal.is_local:
+        return [0] * len(ranks)
+    group = layout.shard_group(ranks[0])
+    total = [renewal.scale_bytes + sum(sum(stack.bytes_sent(rank)) for stack in renewal.stacks) for rank in ranks]
+    for part in renewal.rounds:
+        ways = _all_to_all(part.there, group)
+        gathered = sum(_gather_bytes(bucket, ranks[0]) for bucket in part.gathers)
+        for position, rank in enumerate(ranks):
+            there, back = ways[0, layout.shard_index(rank)]
+            total[position] += there * part.there.comm_dtype.itemsize + back * part.back.comm_dtype.itemsize + gathered
+    return total
 
 
 def owned_counts(bucket: Bucket) -> list[int]:
@@ -165,6 +186,14 @@ def gathered_bytes(bucket: Bucket) -> int:
     if bucket.layout.grid is None or bucket.kind == "local":
         return 0
     return _gather_bytes(bucket, bucket.layout.grid.ranks[0]) if bucket.kind == "gather" else max(_shared_bytes(bucket))
+
+
+def most_moved(bucket: Bucket) -> int:
+    """Elements that the busiest rank sends to owners or, as an owner, gets."""
+    layout = bucket.layout
+    assert layout.grid is not None
+    ways = _all_to_all(bucket, layout.shard_group(layout.grid.ranks[0]))
+    return max(max(there, back) for there, back in ways.values())
 
 
 def _all_to_all(bucket: Bucket, group: tuple[int, ...]) -> dict[tuple[int, int], tuple[int, int]]:

@@ -169,7 +169,7 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 @pytest.mark.parametrize("dtype", [FP32, FP64])
 def test_factors_take_what_they_say(monkeypatch: pytest.MonkeyPatch, dtype: Any, size: int, num: int) -> None:
     for at_once in (1, 2 * size**2, 1 << 22):
-        monkeypatch.setattr(gram, "_AT_ONCE", at_once)
+        monkeypatch.setattr(gram, "AT_ONCE", at_once)
         stack = torch.eye(size, dtype=dtype).repeat(num, 1, 1) / size
         with LiveBytes() as live:
             gram.factorize_(stack, 1e-3)
@@ -261,7 +261,7 @@ def test_bucket_bytes_bounds_the_peak(entries: list[Entry], options: PlanOptions
             patch.setattr(f"rowmuon.{name}", SMALL)
         patch.setattr(update, "_DEVICE_BLOCK", SMALL)
         patch.setattr("rowmuon.normalize._PER_MATRIX_BYTES", 0)  # more than these tiny matrices themselves
-        patch.setattr(gram, "_AT_ONCE", SMALL)
+        patch.setattr(gram, "AT_ONCE", SMALL)
         patch.setattr(gram, "_PER_MATRIX_BYTES", 0)
         patch.setattr(gram, "_NUM_STARTS", 0)
         plan = build_plan([with_workspace(entry, options) for entry in entries], range(len(entries)), options)
