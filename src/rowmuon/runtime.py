@@ -247,7 +247,7 @@ class Runtime:
             flight.received = self._empty(numel * len(route.group), bucket, shards)
         elif needs_exchange(bucket):
             flight.received = self._empty(sum(route.recv_counts), bucket, shards)
-            flight.exchange = Exchange(flight.packed[:numel], route, self.rank, self.group_of(route.group))
+            flight.exchange = self._exchange(flight.packed[:numel], route)
             flight.exchange.expect(flight.received, comes_back=comes_back)
         return flight
 
@@ -260,7 +260,7 @@ class Runtime:
             flight.home = packed
             flight.work = flight.exchange.send_out(counts)
         elif flight.received is not None:
-            flight.work = self._messages(counts).all_gather(flight.received, packed, flight.route.group)
+            flight.work = self._all_gather(flight.received, packed, flight.route.group, counts)
             flight.buffers.append(packed)
         else:
             flight.received = packed
@@ -317,7 +317,7 @@ class Runtime:
         share, replicas = flight.route.shares[index], flight.route.replicas
         flight.received = flight.home.new_empty(share.count * len(replicas))
         part = flight.home[share.start : share.start + share.count]
-        flight.work = self._messages(counts).all_gather(flight.received, part, replicas)
+        flight.work = self._all_gather(flight.received, part, replicas, counts)
         flight.buffers.append(part)
 
     def _apply(self, flight: Flight, shards: Sequence[Shard], counts: StepTraffic) -> None:
@@ -347,6 +347,12 @@ class Runtime:
 
     def _messages(self, counts: StepTraffic) -> Messages:
         return Messages(self.rank, self.group_of, counts)
+
+    def _all_gather(self, output: Tensor, part: Tensor, ranks: tuple[int, ...], counts: StepTraffic) -> Work:
+        return self._messages(counts).all_gather(output, part, ranks)
+
+    def _exchange(self, mine: Tensor, route: Route) -> Exchange:
+        return Exchange(mine, route, self.rank, self.group_of(route.group))
 
     def numbers_of_all(
         self, stages: Sequence[tuple[int, ...]], numbers: Sequence[int], device: torch.device | str
