@@ -163,28 +163,30 @@ def make_contenders(
 
 
 def expected_directions(matrices: Sequence[Matrix], mesh: DeviceMesh) -> dict[str, list[Tensor]]:
-    """This rank's rows of each matrix's gradient, orthogonalised in fp32; the ranks divide the matrices.
+    """This rank's rows of each matrix's gradient, orthogonalised in fp32; the ranks divide the whole ones.
 
     "whole": the matrix as it is, or its chunks. "shard": each rank's rows by themselves, which is a known fault.
     """
     coefficients = resolve_coefficients("keller_jordan", 5)
     rank, num_ranks = dist.get_rank(), mesh.size()
 
-    def directions(index: int, num_parts: int) -> Tensor:
-        grad = random_pair(matrices[index], index)[1]
-        if index % num_ranks != rank:
-            return torch.empty_like(grad)
-        parts = grad.chunk(num_parts)
-        return torch.cat([rowmuon.newton_schulz(p, coefficients, dtype=torch.float32) for p in parts])
+    def direction(matrix: Tensor) -> Tensor:
+        return rowmuon.newton_schulz(matrix, coefficients, dtype=torch.float32)
 
-    expected: dict[str, list[Tensor]] = {}
-    for kind in ("whole", "shard"):
-        found = [directions(i, m.chunks if kind == "whole" else num_ranks) for i, m in enumerate(matrices)]
-        expected[kind] = [
-            distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=i % num_ranks).to_local().clone()
-            for i, whole in enumerate(found)
-        ]
-    return expected
+    grads = [random_pair(matrix, index)[1] for index, matrix in enumerate(matrices)]
+    whole = [
+        torch.cat([direction(part) for part in grad.chunk(matrix.chunks)])
+        if index % num_ranks == rank
+        else torch.empty_like(grad)
+        for index, (matrix, grad) in enumerate(zip(matrices, grads, strict=True))
+    ]
+    return {
+        "whole": [
+            distribute_tensor(found, mesh, [Shard(0)], src_data_rank=index % num_ranks).to_local().clone()
+            for index, found in enumerate(whole)
+        ],
+        "shard": [direction(grad.chunk(num_ranks)[rank]) for grad in grads],
+    }
 
 
 def direction_cosines(
