@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from ranks.checks import assert_same_bits_on_replicas, counted_step, relative
+from ranks.checks import assert_same_bits_on_replicas, counted_step, local_part, relative
 from ranks.expected import expected_weights
 from ranks.models import EVERY_SHAPE, Spec, build, give_gradients, optimizer_on, start
 from ranks.placing import full_of, parse
-from rowmuon import gram, stacks
+from rowmuon import gram, renewal, stacks
+from rowmuon.packing import unpack_
 
 GRAM = {"cheap_step": "gram_row"}
 NUM_STEPS = 5  # refresh, cheap, cheap, refresh, cheap
@@ -129,15 +130,16 @@ def test_other_settings_are_the_same(ranks, world_size, settings):
     ranks(world_size).run(check_settings, "2:S0", settings)
 
 
-def check_settings(layout: str, settings: dict[str, Any]) -> None:
-    """Sharded is what one process makes of it."""
+def check_settings(layout: str, settings: dict[str, Any], planted: Any = nullcontext) -> None:
+    """Sharded is what one process makes of it; ``planted`` is a context of the sharded steps."""
     found, right = build(EVERY_SHAPE, layout), build(EVERY_SHAPE, "1:alone")
     here = optimizer_on(found, EVERY_SHAPE, layout, **GRAM, **settings)
     there = optimizer_on(right, EVERY_SHAPE, **GRAM, **{**settings, "overlap": None, "compile": False})
     for step in range(NUM_STEPS):
         give_gradients(found, EVERY_SHAPE, step)
         give_gradients(right, EVERY_SHAPE, step)
-        counted_step(here, watched=False)
+        with planted():
+            counted_step(here, watched=False)
         there.step()
     for name, value in full_of(found).items():
         origin = next(start(spec) for spec in EVERY_SHAPE if spec.name == name).double()
@@ -201,6 +203,77 @@ def run_without_gradients(layout: str) -> None:
     assert all(bool(value.isfinite().all()) for value in full_of(params).values())
 
 
+@pytest.mark.parametrize("world_size", [2])
+def test_gradients_that_are_not_finite(ranks, world_size):
+    ranks(world_size).run(run_nonfinite, "2:S0")
+
+
+def run_nonfinite(layout: str) -> None:
+    """On one rank, at a refresh. With ``skip_nonfinite`` no rank does anything; without, no mean or factor changes."""
+    for skip in (True, False):
+        params = build(EVERY_SHAPE, layout)
+        optimizer = optimizer_on(params, EVERY_SHAPE, layout, skip_nonfinite=skip, **GRAM)
+        for step in range(3):
+            give_gradients(params, EVERY_SHAPE, step)
+            optimizer.step()
+        before, weights = kept_of(optimizer, params), full_of(params)
+        give_gradients(params, EVERY_SHAPE, 3)
+        if dist.get_rank() == 1:
+            for parameter in params.values():
+                local_part(parameter.grad).fill_(torch.nan)
+        optimizer.step()
+        for name, value in kept_of(optimizer, params).items():
+            # with "three_rows" and the like the other rank may have none: then what is finite there is taken
+            whole = name.partition(".")[0] in ("even", "uneven_tall", "chunked", "like_a_chunk")
+            assert torch.equal(value, before[name]) or not (skip or whole), name
+            assert bool(value.isfinite().all()), name
+        assert (optimizer.num_skipped_steps, optimizer.next_step_kind) == ((1, "refresh") if skip else (0, "row"))
+        if skip:
+            for name, value in full_of(params).items():
+                assert torch.equal(value, weights[name]), name
+
+
+def kept_of(optimizer: Any, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Whole means and factors by names."""
+    states = {name: optimizer.state[parameter] for name, parameter in params.items()}
+    keys = ("gram_ema", "gram_factor")
+    return full_of({f"{name}.{key}": s[key] for name, s in states.items() for key in keys if key in s})
+
+
+def add_nothing(*_: Any, **__: Any) -> None:
+    """In the place of `rowmuon.gram.add_gram_`."""
+
+
+def move_rows(means: Tensor, out: Tensor, at_once: int) -> None:
+    """In the place of `rowmuon.packing.unpack_`: a row of the packed matrix is another's."""
+    unpack_(means.roll(1, dims=1), out, at_once)
+
+
+@pytest.mark.parametrize(
+    "fault", [(gram, "add_gram_", add_nothing), (renewal, "unpack_", move_rows)], ids=["sum", "row"]
+)
+@pytest.mark.parametrize("world_size", [2])
+def test_a_planted_fault_is_seen(ranks, world_size, fault):
+    module, name, wrong = fault
+    ranks(world_size).run(run_with_fault, module.__name__, name, wrong.__name__)
+
+
+def run_with_fault(module: str, name: str, wrong: str) -> None:
+    """A rank that leaves its rows out of the sums, or owners that mix up rows, make another update."""
+    owner = {gram.__name__: gram, renewal.__name__: renewal}[module]
+    fault = {"add_nothing": add_nothing, "move_rows": move_rows}[wrong]
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(owner, name, fault)
+            yield
+
+    with pytest.raises(AssertionError):
+        check_settings("2:S0", {}, planted)
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 SAVED_AT, END = 4, 9
 
@@ -235,9 +308,11 @@ def save(layout: str, folder: str, flat: bool) -> None:
     optimizer = optimizer_on(dict(model.named_parameters()), EVERY_SHAPE, layout, **GRAM)
     run_steps(model, optimizer, 0, SAVED_AT)
     dcp.save(whole_state(model, optimizer, flat), checkpoint_id=f"{folder}/dcp")
+    kept = kept_of(optimizer, dict(model.named_parameters()))
     end = run_steps(model, optimizer, SAVED_AT, END)
     if dist.get_rank() == 0:
         torch.save(end, f"{folder}/end.pt")
+        torch.save(kept, f"{folder}/kept.pt")
 
 
 def load_and_finish(layout: str, folder: str, flat: bool, exactly: bool) -> None:
@@ -251,6 +326,9 @@ def load_and_finish(layout: str, folder: str, flat: bool, exactly: bool) -> None
     set_model_state_dict(model, state["model"])
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    kept = torch.load(f"{folder}/kept.pt")
+    for name, value in kept_of(optimizer, dict(model.named_parameters())).items():
+        assert torch.equal(value, kept[name]), f"{name}: not as it was saved"
     found, right = run_steps(model, optimizer, SAVED_AT, END), torch.load(f"{folder}/end.pt")
     for spec in EVERY_SHAPE:
         if exactly:
@@ -266,5 +344,7 @@ def test_a_checkpoint_resumes_bit_by_bit_and_at_another_number_of_ranks(ranks, w
     ranks(2).run(save, "2:S0", str(tmp_path), flat)
     ranks(2).run(load_and_finish, "2:S0", str(tmp_path), flat, True)
     ranks(1).run(load_and_finish, "1:S0", str(tmp_path), flat, False)
-    if not flat:
+    if flat:
+        ranks(3).run(load_and_finish, "3:S0", str(tmp_path), flat, False)
+    else:
         ranks(4).run(load_and_finish, "2x2:X0,S0", str(tmp_path), flat, False)

@@ -24,6 +24,7 @@ from rowmuon.entries import KernelWorkspace
 from rowmuon.factors import gram_shape
 from rowmuon.orthogonalize import newton_schulz, newton_schulz_bytes
 from rowmuon.plan import Entry, PlanOptions, build_plan
+from rowmuon.stacks import mean_layout
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 # A few norms beside matrices of a few elements: the formulas may be this much too high, never too low.
@@ -237,7 +238,10 @@ def unit_bytes(entries: list[Entry], options: PlanOptions) -> int:
         # A local bucket holds the momentum as it is.
         needed.append(numel * max(options.comm_dtype.itemsize, FP32.itemsize if layout.matrices_are_whole else 0))
         kept = gram_shape(layout, options, options.comm_dtype)
-        needed.append(0 if kept is None else kept.numel * kept.dtype.itemsize)
+        if kept is not None:
+            held = mean_layout(layout, kept)
+            most = max(held.box(rank).shape[1] for rank in ([0] if grid is None else grid.ranks))
+            needed.append(held.num_shards * most * kept.block * kept.dtype.itemsize)
     return max(needed)
 
 
