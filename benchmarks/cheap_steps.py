@@ -36,7 +36,7 @@ from rowdit.study.task import change
 from rowdit.train.config import OptimizerConfig
 from rowdit.train.loop import train
 from rowmuon.factors import gram_block
-from rowmuon.gram import add_gram_, factorize_, largest_entry, update_gram_
+from rowmuon.gram import add_gram_, factorize_, largest_entry
 from rowmuon.layout import local_layout
 
 SNAPSHOTS = (60, 150, 300, 450, 570)
@@ -65,9 +65,8 @@ def input_side(whole: Tensor, num_chunks: int) -> Tensor:
     add_gram_(
         total, whole, None, largest_entry(whole, None, nesterov=False, dtype=total.dtype), beta=0.0, nesterov=False
     )
-    ema = torch.zeros_like(total)
-    update_gram_(ema, total, decay=0.0)
-    return factorize_(ema, DAMPING)
+    traces = total.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    return factorize_(total / traces.clamp_min(torch.finfo(total.dtype).tiny), DAMPING)
 
 
 class Snapshot:

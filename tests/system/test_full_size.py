@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,10 +209,10 @@ def test_tables_go_between_their_marks() -> None:
         full_size.insert(page, {"b": "new"})
 
 
-@pytest.mark.parametrize("shape", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(8,), (4096,), pytest.param((2, 4), marks=pytest.mark.slow)])
 def test_gram_row_steps_are_what_their_plan_says(fake_ranks: Any, shape: tuple[int, ...]) -> None:
     """FLOPs, collectives and bytes of both kinds of step, with nothing read by the host; and the memory."""
-    fake_ranks(8)
+    fake_ranks(math.prod(shape))
     mesh = init_device_mesh("cpu", shape)
     with FakeTensorMode():
         model, _ = full_size.fake_parameters(SMALL, mesh)
