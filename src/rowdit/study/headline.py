@@ -32,7 +32,7 @@ from rowdit.study.cases import Study
 from rowdit.study.evaluator import SCORE_NAME
 from rowdit.study.staging import Rows, seed_task, tuning
 from rowdit.study.summary import best_row
-from rowdit.train.config import ConfigError
+from rowdit.train.config import ConfigError, OptimizerConfig
 
 Run = dict[str, Any]
 
@@ -81,7 +81,7 @@ def run_of_row(dataset: str, size: str, num_parameters: int, label: str, row: Ma
         "optimizer": label,
         "seed": row["seed"],
         "lr": row["settings"]["lr"],
-        "settings": row["settings"],
+        "settings": _complete(row["settings"]),
         "score_name": SCORE_NAME,
         "best": best,
         "final": curve[-1][2],
@@ -89,6 +89,11 @@ def run_of_row(dataset: str, size: str, num_parameters: int, label: str, row: Ma
         "curve": curve,
         "loss_curve": [[e["step"], _finite(e["val_loss"])] for e in evaluations],
     }
+
+
+def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With the defaults of settings that didn't exist yet when the run was made: else it would seem to have others."""
+    return {**OptimizerConfig(name=settings["name"]).settings(), **settings}
 
 
 def best_of(curve: Sequence[Sequence[Any]]) -> tuple[float | None, int | None]:

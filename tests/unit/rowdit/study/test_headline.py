@@ -15,10 +15,13 @@ from rich.console import Console
 from rowdit.study.headline import best_of, count_parameters, read_headline, run_of_row
 from rowdit.study.headline_numbers import PAPER_STEP_PRICES, goals, headline_numbers, steps_ratio
 from rowdit.study.headline_table import print_headline, read_step_prices
-from rowdit.train.config import ConfigError
+from rowdit.train.config import ConfigError, OptimizerConfig
 from toy_training import MODEL
 
 FINALS = {"adamw": (100.0, 110.0, 105.0), "muon": (80.0, 84.0, 85.0), "periodic": (80.0, 86.0, 84.0)}
+
+
+SETTINGS = {"name": "muon", "lr": 0.1}
 
 
 def make_run(optimizer: str, seed: int, final: float, size: str = "S", num_parameters: int = 1000) -> dict[str, Any]:
@@ -50,13 +53,22 @@ def write(runs: Any, folder: Path) -> Path:
     return path
 
 
+def test_a_run_made_before_a_setting_existed_has_its_default() -> None:
+    now = OptimizerConfig(name="muon", lr=0.1).settings()
+    before = {key: value for key, value in now.items() if key not in ("chunked", "state_dtype")}
+    evaluations = [{"step": 1, "score_select": 1.0, "score_report": 1.0, "val_loss": 1.0}]
+    row = {"seed": 0, "evaluations": evaluations}
+    runs = [run_of_row("toy", "S", 7, "muon", row | {"settings": settings}) for settings in (now, before)]
+    assert runs[0]["settings"] == runs[1]["settings"] == now
+
+
 def test_a_row_becomes_a_run() -> None:
     evaluations = [
         {"step": 10, "score_select": 5.0, "score_report": 6.0, "val_loss": 0.3},
         {"step": 20, "score_select": 4.0, "score_report": 7.0, "val_loss": 0.2},
         {"step": 30, "score_select": "nan", "score_report": "nan", "val_loss": "inf"},
     ]
-    run = run_of_row("toy", "S", 7, "muon", {"seed": 3, "settings": {"lr": 0.1}, "evaluations": evaluations})
+    run = run_of_row("toy", "S", 7, "muon", {"seed": 3, "settings": SETTINGS, "evaluations": evaluations})
     assert (run["best"], run["steps_to_best"], run["final"]) == (7.0, 20, None)
     assert run["curve"] == [[10, 5.0, 6.0], [20, 4.0, 7.0], [30, None, None]]
     assert run["loss_curve"][-1] == [30, None]

@@ -64,7 +64,7 @@ def test_each_contender_stands_beside_muon_and_adamw(tmp_path: Path) -> None:
 
 
 def test_the_published_tables_are_those_of_the_published_records(tmp_path: Path) -> None:
-    study = load_study("small", {"emoji": "folder:anywhere"})
+    study = load_study("small", {"digits": "folder:digits", "emoji": "folder:emoji"})
     rows = by_name(read_jsonl(PUBLISHED / "study.jsonl"))
     if (PUBLISHED / "times.json").exists():
         (tmp_path / "times.json").write_bytes((PUBLISHED / "times.json").read_bytes())
