@@ -18,7 +18,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from rowmuon import symmetric_kernel
 from rowmuon.device import compute_device
 
-__all__ = ["Kernels", "Way", "check_kernels", "mirrored_elements", "num_parts", "product_flops", "symmetric_product_"]
+__all__ = [
+    "Kernels",
+    "Way",
+    "check_kernels",
+    "mirrored_elements",
+    "num_parts",
+    "product_flops",
+    "symmetric_product_",
+    "way_on",
+]
 
 Kernels = Literal["torch", "triton"]
 Way = Literal["full", "halves", "triton"]
